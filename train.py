@@ -3,7 +3,7 @@
 import sys
 
 from slime.arguments import parse_args
-from slime.first_look.start import look
+from slime.preflight.look.start import look
 
 
 def train(args):

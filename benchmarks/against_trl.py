@@ -269,7 +269,7 @@ def trl_table(before: dict[str, Any], timed: list[dict[str, Any]]) -> str:
 def arithmetic(machine: Machine, flags: list[str], shape: Shape, step_s: float, tokens: float) -> str:
     """Return what the matrix products of a step take at the speed of this machine, sequences of ``tokens`` tokens."""
     from slime.arguments.parse import parse_args
-    from slime.batching.flops import forward_flops
+    from slime.models.flops import forward_flops
 
     flops = 4 * forward_flops(parse_args(flags), [tokens] * shape.answers)  # generation 1, forward and backward 3
     found = []

@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from slime.utils.http_client import HttpClient
+from slime.servers.http_client import HttpClient
 from tests.support.standin.process import standin_process
 
 Post = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from slime.batching.flops import FlopsModel, flops_model
 from slime.batching.schedule import DpSchedule, build_dp_schedule
+from slime.models.flops import FlopsModel, flops_model
 
 MODEL = {
     "num_layers": 36, "hidden_size": 4096, "num_attention_heads": 32, "num_query_groups": 8, "kv_channels": 128,

@@ -12,7 +12,7 @@ from unittest import mock
 from urllib.parse import urlsplit
 
 from slime.rollout import sglang_rollout
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.arguments import run_args

@@ -29,8 +29,8 @@ from types import SimpleNamespace
 import psutil
 
 from slime.backends.sglang_utils.router import RouterProcess
+from slime.servers.http_client import HttpClient
 from slime.servers.types import EngineInfo
-from slime.utils.http_client import HttpClient
 from tests.support.engines import engine_args
 from tests.support.run_train import Run, rl_flags, sums_file
 from tests.support.standin.process import standin_process

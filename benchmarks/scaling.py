@@ -202,7 +202,7 @@ def manager_args(url: str, words: argparse.Namespace, folder: Path) -> Any:
 @contextlib.contextmanager
 def without_cluster(store: Store) -> Iterator[None]:
     """A rollout manager outside of Ray, with no checkpoint to read a tokenizer from."""
-    from slime.ray import rollout_manager
+    from slime.ray.manager import rollout_manager
     from slime.rollout import data_source, sglang_rollout
 
     tokenizer = mock.Mock(return_value=CharacterTokenizer())
@@ -226,8 +226,8 @@ def warm_up(manager: Any, args: Any) -> None:
 
 def run_manager(url: str, words: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Make one rollout in this process and return what it cost."""
-    from slime.ray.rollout_manager import RolloutManager
-    from slime.utils import http_utils
+    from slime.ray.manager.rollout_manager import RolloutManager
+    from slime.servers import http_utils
 
     args = manager_args(url, words, folder)
     http_utils.init_http_client(args)

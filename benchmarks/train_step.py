@@ -99,7 +99,7 @@ class Trainer:
 
     def __init__(self, checkpoint: Path, loss: str) -> None:
         from slime.arguments.parse import parse_args
-        from slime.backends.megatron_utils.trainer import MegatronTrainer
+        from slime.backends.megatron_utils.train.trainer import MegatronTrainer
         from tools.tiny_model import megatron_flags
 
         (checkpoint / "prompts.jsonl").write_text('{"input": "1 + 1 ="}\n')

@@ -1,6 +1,6 @@
 """slime: reinforcement-learning post-training for large language models."""
 
-from slime.utils import old_paths
+from slime.compat import old_paths
 
 __version__ = "0.4.0"
 

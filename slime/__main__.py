@@ -16,7 +16,7 @@ class Command(NamedTuple):
 
 def _serve(words: Sequence[str]) -> int:
     from slime.arguments.parse import ArgumentError, exit_with, parse_args
-    from slime.first_look.start import look
+    from slime.preflight.look.start import look
 
     try:
         args = parse_args(words, serve=True, look=look)
@@ -27,14 +27,14 @@ def _serve(words: Sequence[str]) -> int:
         exit_with(error)
     for sentence in [*found.warnings, *found.unchecked]:
         print(f"slime: warning: {sentence}", file=sys.stderr)
-    from slime.ray.program import run_as_program  # after the arguments: a mistyped flag is answered at once
-    from slime.ray.serving import serve
+    from slime.ray.driver.program import run_as_program  # after the arguments: a mistyped flag is answered at once
+    from slime.ray.driver.serving import serve
 
     return run_as_program(args, lambda: serve(args))
 
 
 def _engines(words: Sequence[str]) -> int:
-    from slime.ray.engines.command import change_engines
+    from slime.ray.driver.engines_command import change_engines
 
     return change_engines(words)
 

@@ -15,32 +15,32 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import first_weights, refuse_checkpoints_since
 from slime.arguments.rules.loop import generates_always, refuse_impossible_loop
-from slime.first_look.start import look
 from slime.observability import run_dir
 from slime.observability.logging_utils import finish_tracking, init_tracking, log
 from slime.observability.progress import Starting
 from slime.observability.timer import get_timers, timer
 from slime.observability.tracking import rollout_step
-from slime.planner.memory_text import warning_of_this_machine
+from slime.preflight.look.start import look
+from slime.preflight.plan.memory_text import warning_of_this_machine
 from slime.ray import cluster, directories, space
-from slime.ray.critic import CriticGroup, CriticStep
-from slime.ray.placement_group import (
+from slime.ray.driver.critic import CriticGroup, CriticStep
+from slime.ray.driver.placement_group import (
     create_placement_groups,
     create_rollout_manager,
     create_training_models,
     launch_training_models,
 )
-from slime.ray.program import handle_sigterm, run_as_program
-from slime.ray.rollout_handle import RolloutHandle
-from slime.ray.rollout_metrics import headline
-from slime.ray.serving import serve
+from slime.ray.driver.program import handle_sigterm, run_as_program
+from slime.ray.driver.rollout_handle import RolloutHandle
+from slime.ray.driver.serving import serve
+from slime.ray.manager.rollout_metrics import headline
 from slime.utils.misc import should_run_periodic_action
 
 logger = logging.getLogger(__name__)
 
 
 class Rollout(Protocol):
-    """What the loop needs of the rollout side (``slime.ray.rollout_handle.RolloutHandle``)."""
+    """What the loop needs of the rollout side (``slime.ray.driver.rollout_handle.RolloutHandle``)."""
 
     def start_generate(self, rollout_id: int) -> Any: ...
     def wait_generate(self, started: Any, rollout_id: int) -> Any: ...
@@ -56,7 +56,7 @@ class Rollout(Protocol):
 
 
 class Trainer(Protocol):
-    """What the loop needs of the trainers (``slime.ray.train_group.RayTrainGroup``)."""
+    """What the loop needs of the trainers (``slime.ray.driver.train_group.RayTrainGroup``)."""
 
     @property
     def canary(self) -> Sequence[float] | None: ...

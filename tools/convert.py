@@ -98,14 +98,14 @@ def to_bf16(source: Path, target: Path, options: Arguments, force: bool = False)
 
 def torch_dist_to_hf(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Write the Megatron checkpoint ``source`` as a Hugging Face one."""
-    from slime.backends.megatron_utils.weights.convert import Conversion, convert
+    from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert
 
     convert(Conversion(source, target, options.origin_hf_dir, add_missing=options.add_missing, force=force))
 
 
 def hf_to_torch_dist(source: Path, target: Path, options: Arguments, force: bool = False) -> None:
     """Write the Hugging Face checkpoint ``source`` as a Megatron one, which --load and --ref-load take."""
-    from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
+    from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dist
 
     to_torch_dist(source, target, force=force)
 

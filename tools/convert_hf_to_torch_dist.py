@@ -37,11 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"not needed, as config.json describes the model: {' '.join(others)}", flush=True)
     try:
         if options.torch_dist:
-            from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
+            from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dist
 
             to_torch_dist(options.hf_checkpoint, options.save, force=options.force)
         else:
-            from slime.utils.external_utils.command_utils import make_loadable
+            from slime.launch.command_utils import make_loadable
 
             make_loadable(options.hf_checkpoint, options.save)
     except (ValueError, OSError) as error:

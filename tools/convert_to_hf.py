@@ -17,7 +17,7 @@ if not __package__:  # run by its path: without this, modules of this directory 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line. The flags that describe the model are not needed: config.json of --hf-checkpoint does."""
-    from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
+    from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

@@ -38,8 +38,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 def convert(options: argparse.Namespace, readers: int, writers: int) -> None:
     """Convert as the flags say; exit with status 1 and one line when it cannot be done."""
-    from slime.backends.megatron_utils.weights.convert import Conversion
-    from slime.backends.megatron_utils.weights.convert import convert as run
+    from slime.backends.megatron_utils.checkpoints.convert import Conversion
+    from slime.backends.megatron_utils.checkpoints.convert import convert as run
 
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     conversion = Conversion(

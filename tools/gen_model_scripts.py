@@ -8,8 +8,8 @@ import sys
 from itertools import groupby
 from pathlib import Path
 
-from slime.arguments.models.facts import Model, models
-from slime.arguments.models.megatron_flags import ModelFlag, describe
+from slime.models.facts import Model, models
+from slime.models.megatron_flags import ModelFlag, describe
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "models"
 INDENT, WIDTH = "    ", 120
@@ -24,7 +24,7 @@ def render(model: Model) -> str:
     flags = describe({**model.config, "megatron": model.megatron}).flags
     lines = [
         f"# {_title(model)}",
-        "# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.",
+        "# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.",
         *_notes(model),
         "# shellcheck shell=bash disable=SC2034",
         "MODEL_ARGS=(",
@@ -91,7 +91,7 @@ def differences(folder: Path = FOLDER) -> list[str]:
     """One line for every script that is not what the table says."""
     scripts = {f"{name}.sh": render(model) for name, model in models().items()}
     wrong = [
-        f"{folder / name} does not match slime/arguments/models/facts.yaml"
+        f"{folder / name} does not match slime/models/facts.yaml"
         for name, text in scripts.items()
         if not (folder / name).is_file() or (folder / name).read_text(encoding="utf-8") != text
     ]

@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import Model, families, models
-from slime.arguments.models.megatron_flags import plain
+from slime.models import hf_fields
+from slime.models.facts import Model, families, models
+from slime.models.megatron_flags import plain
 from tools.gen_model_scripts import NUM_LAYERS, ROTARY_BASE, repositories
 
 PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "models.md"
 HUB = "https://huggingface.co"
-OPENING = """<!-- Written by tools/gen_models_doc.py from slime/arguments/models/facts.yaml. -->
+OPENING = """<!-- Written by tools/gen_models_doc.py from slime/models/facts.yaml. -->
 # Models
 
 The architecture of a model, which Megatron takes as flags, is read from `config.json` of `--hf-checkpoint`:
@@ -42,7 +42,7 @@ source scripts/models/qwen3-4B.sh
 python train.py --hf-checkpoint /models/Qwen3-4B "${MODEL_ARGS[@]}" --dry-run
 ```
 
-All scripts, this page and the checks described below come from one table, `slime/arguments/models/facts.yaml`. It is
+All scripts, this page and the checks described below come from one table, `slime/models/facts.yaml`. It is
 written in the words of a Hugging Face `config.json`; a new model is one entry there and a run of
 `python -m tools.gen_model_scripts` and `python -m tools.gen_models_doc`.
 

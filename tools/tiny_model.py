@@ -117,7 +117,7 @@ def megatron_flags(checkpoint: str | Path) -> list[str]:
     """Return the Megatron command-line flags that describe the model in ``checkpoint``, and those without dropout."""
     import json
 
-    from slime.arguments.models.megatron_flags import megatron_flags as flags_of
+    from slime.models.megatron_flags import megatron_flags as flags_of
 
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     words = flags_of(config)

@@ -1,5 +1,5 @@
 # deepseek-v3-20layer: the first 20 layers of deepseek-ai/DeepSeek-V3
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 20 --hidden-size 7168 --ffn-hidden-size 18432 --swiglu --disable-bias-linear

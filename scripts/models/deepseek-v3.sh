@@ -1,5 +1,5 @@
 # deepseek-v3: deepseek-ai/DeepSeek-V3, deepseek-ai/DeepSeek-V3-Base and 7 more
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # MODEL_ARGS_NUM_LAYERS, set before this is sourced, cuts the model to its first layers (3 at least).
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(

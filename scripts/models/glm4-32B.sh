@@ -1,5 +1,5 @@
 # glm4-32B: zai-org/GLM-4-32B-0414, zai-org/GLM-4-32B-Base-0414 and 1 more
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.glm4" "get_glm_spec"

@@ -1,5 +1,5 @@
 # glm4-9B: zai-org/GLM-4-9B-0414, zai-org/GLM-Z1-9B-0414
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.glm4" "get_glm_spec"

@@ -1,5 +1,5 @@
 # glm4.5-106B-A12B: zai-org/GLM-4.5-Air, zai-org/GLM-4.5-Air-Base
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 46 --hidden-size 4096 --ffn-hidden-size 10944 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # glm4.5-355B-A32B: zai-org/GLM-4.5, zai-org/GLM-4.5-Base and 2 more
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 92 --hidden-size 5120 --ffn-hidden-size 12288 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # glm4.7-30B-A3B: zai-org/GLM-4.7-Flash
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 47 --hidden-size 2048 --ffn-hidden-size 10240 --swiglu --disable-bias-linear

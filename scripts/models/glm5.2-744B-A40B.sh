@@ -1,5 +1,5 @@
 # glm5.2-744B-A40B: zai-org/GLM-5.2
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.glm5.glm5" "get_glm5_spec"

@@ -1,5 +1,5 @@
 # llama3.1-8B-Instruct: meta-llama/Llama-3.1-8B-Instruct, meta-llama/Llama-3.1-8B
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # llama3.2-3B-Instruct-amd: meta-llama/Llama-3.2-3B-Instruct, meta-llama/Llama-3.2-3B
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 28 --hidden-size 3072 --ffn-hidden-size 8192 --swiglu --disable-bias-linear

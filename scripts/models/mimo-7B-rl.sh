@@ -1,5 +1,5 @@
 # mimo-7B-rl: XiaomiMiMo/MiMo-7B-RL, XiaomiMiMo/MiMo-7B-SFT and 1 more
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 36 --hidden-size 4096 --ffn-hidden-size 11008 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # minimax-m2: MiniMaxAI/MiniMax-M2, MiniMaxAI/MiniMax-M2.1
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.minimax_m2" "get_minimax_m2_layer_spec"

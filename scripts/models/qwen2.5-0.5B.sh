@@ -1,5 +1,5 @@
 # qwen2.5-0.5B: Qwen/Qwen2.5-0.5B, Qwen/Qwen2.5-0.5B-Instruct
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --swiglu --disable-bias-linear

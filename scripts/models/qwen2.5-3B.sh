@@ -1,5 +1,5 @@
 # qwen2.5-3B: Qwen/Qwen2.5-3B, Qwen/Qwen2.5-3B-Instruct
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 36 --hidden-size 2048 --ffn-hidden-size 11008 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # qwen2.5-7B: Qwen/Qwen2.5-7B, Qwen/Qwen2.5-7B-Instruct and 1 more
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 28 --hidden-size 3584 --ffn-hidden-size 18944 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # qwen3-0.6B: Qwen/Qwen3-0.6B, Qwen/Qwen3-0.6B-Base
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 28 --hidden-size 1024 --ffn-hidden-size 3072 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # qwen3-14B: Qwen/Qwen3-14B, Qwen/Qwen3-14B-Base
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 40 --hidden-size 5120 --ffn-hidden-size 17408 --swiglu --disable-bias-linear

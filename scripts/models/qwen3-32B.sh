@@ -1,5 +1,5 @@
 # qwen3-32B: Qwen/Qwen3-32B
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 64 --hidden-size 5120 --ffn-hidden-size 25600 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # qwen3-4B-Instruct-2507: Qwen/Qwen3-4B-Instruct-2507, Qwen/Qwen3-4B-Thinking-2507
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --num-layers 36 --hidden-size 2560 --ffn-hidden-size 9728 --swiglu --disable-bias-linear

@@ -1,5 +1,5 @@
 # qwen3-8B: Qwen/Qwen3-8B, Qwen/Qwen3-8B-Base
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # MODEL_ARGS_ROTARY_BASE, set before this is sourced, is for checkpoints with another base.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(

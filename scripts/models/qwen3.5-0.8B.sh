@@ -1,5 +1,5 @@
 # qwen3.5-0.8B: Qwen/Qwen3.5-0.8B
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.qwen3_5" "get_qwen3_5_spec"

@@ -1,5 +1,5 @@
 # qwen3.5-35B-A3B-vl: the whole vision-language model of Qwen/Qwen3.5-35B-A3B
-# Written by `python -m tools.gen_model_scripts` from slime/arguments/models/facts.yaml; change it there.
+# Written by `python -m tools.gen_model_scripts` from slime/models/facts.yaml; change it there.
 # shellcheck shell=bash disable=SC2034
 MODEL_ARGS=(
     --spec "slime_plugins.models.qwen3_5_vl" "get_qwen3_5_vl_model_provider"

@@ -13,9 +13,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 
+from slime.servers import http_utils
 from slime.servers.auth import is_loopback
 from slime.servers.bounded_site import PLAIN_RUNNER_OPTIONS, RUNNER_OPTIONS, BoundedSite, noted, tells_connections
-from slime.utils import http_utils
 from slime.utils.bounded_log import BoundedLog
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,11 @@ from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.adapters.openai_common import list_models, openai_error
 from slime.agent.adapters.sampling_checks import INT32, check_defaults
 from slime.agent.adapters.side_requests import is_agent_turn
+from slime.servers import http_utils
 from slime.servers.auth import bearer_token, is_key, is_loopback
 from slime.servers.bounded_site import run_app
+from slime.servers.http_client import HttpClient, HttpRequestError
 from slime.servers.key_file import KEY_VARIABLE, key_for, shared_key
-from slime.utils import http_utils
-from slime.utils.http_client import HttpClient, HttpRequestError
 from slime.utils.plain_numbers import is_integer, reward_problem
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.types import Sample

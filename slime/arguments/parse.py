@@ -28,7 +28,7 @@ from slime.utils.secrets import mask_words
 HELP = ("-h", "--help")
 CUSTOM_ARGUMENTS = "--custom-arguments-path"
 CUSTOM_ARGUMENTS_VARIABLE = "SLIME_CUSTOM_ARGUMENTS_PATH"
-DRY_RUN = "slime.planner.render.plan_text"
+DRY_RUN = "slime.preflight.plan.render.plan_text"
 """Answers ``--dry-run``: by path, as the planner is a layer above, and only a dry run loads it."""
 
 
@@ -45,7 +45,7 @@ def parse_args(
     status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` and
     ``--dry-run`` print and exit with status 0.
     ``serve``: the command line is that of ``slime serve``.
-    ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.first_look.Findings``).
+    ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.preflight.look.Findings``).
     ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line,
     ``args.replaced_values`` (by attribute) what was given and then replaced by a rule.
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.batching.context_parallel import slice_with_cp
 from slime.batching.errors import TrainDataError
-from slime.utils.model_shape import moe_layer_pattern
+from slime.models.shape import moe_layer_pattern
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

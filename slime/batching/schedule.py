@@ -11,12 +11,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from slime.batching.errors import ScheduleError
-from slime.batching.flops import flops_model
 from slime.batching.seqlen_balancing import (
     expand_bins_by_splitting,
     first_fit_pack,
     get_seqlen_balanced_partitions,
 )
+from slime.models.flops import flops_model
 from slime.utils.declared import with_defaults
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ from slime.rollout.staleness import (
     weight_clock,
     with_all_steps,
 )
-from slime.utils.http_utils import get_http_client
+from slime.servers.http_utils import get_http_client
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from slime.utils.http_client import HttpRequestError
+from slime.servers.http_client import HttpRequestError
 from slime.utils.types import Sample, iter_samples
 from slime.utils.user_code import users_line
 

@@ -35,9 +35,9 @@ from slime.rollout.requests.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sample_hooks import apply_sample_hooks
+from slime.servers.http_utils import HttpTimeoutError, post
 from slime.utils.async_utils import run
 from slime.utils.declared import with_defaults
-from slime.utils.http_utils import HttpTimeoutError, post
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer

@@ -19,11 +19,11 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
+from slime.servers.engine_replies import meta_of
+from slime.servers.http_client import RETRIED_STATUSES
+from slime.servers.http_replies import wrong_with
+from slime.servers.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.declared import with_defaults
-from slime.utils.engine_replies import meta_of
-from slime.utils.http_client import RETRIED_STATUSES
-from slime.utils.http_replies import wrong_with
-from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, StreamLostError, get_http_client
 from slime.utils.types import Sample
 
 __all__ = ["generate_streaming"]

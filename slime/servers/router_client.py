@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from slime.servers.http import BlockingHttp, RouterError, RouterTimeoutError
-from slime.utils.http_replies import engine_of
+from slime.servers.http_replies import engine_of
 
 _POLL_S = 0.2
 _TIMEOUT_S = 30.0

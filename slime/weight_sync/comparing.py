@@ -11,7 +11,7 @@ import torch
 
 from slime.utils.cores import usable_cores
 from slime.weights.delta.codec import Array
-from slime.weights.delta_files import MAX_THREADS
+from slime.weights.delta.host_copy import MAX_THREADS
 
 T = TypeVar("T")
 Result = TypeVar("Result")

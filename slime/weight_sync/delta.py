@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.parallel import gather_from_world
-from slime.backends.megatron_utils.weights.carried import copies_of
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.export import described_weights
 from slime.backends.megatron_utils.weights.naming import model_family
+from slime.backends.megatron_utils.weights.untrained import copies_of
 from slime.utils.atomic_file import sync
 from slime.weight_sync.comparing import host_bytes, in_threads
 from slime.weight_sync.fanout import WeightSyncError, attempt
@@ -30,7 +30,7 @@ from slime.weight_sync.quantized import quantizer_of, weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
 from slime.weights.delta.codec import WHOLE_ABOVE, Array, Encoded, apply, checksum, encode
 from slime.weights.delta.manifest import Entry, Manifest, Payload, Version, state_of
-from slime.weights.safetensors_header import read_header
+from slime.weights.hf.safetensors_header import read_header
 
 logger = logging.getLogger(__name__)
 

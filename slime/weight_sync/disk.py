@@ -1,4 +1,4 @@
-"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.engines.control``."""
+"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.manager.engines.control``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.parallel import gather_from_world
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import export_hf
 from slime.servers.types import EngineInfo
 from slime.utils.digests import digest
@@ -18,7 +18,7 @@ from slime.weight_sync.delta import DeltaWriter
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of
 from slime.weight_sync.transport import WeightSource
-from slime.weights import version_files
+from slime.weights import versions
 
 
 def publish(
@@ -38,12 +38,12 @@ def publish(
     ``--update-weight-disk-keep-files``. Then every rank calls the hook ``--custom-update-weight-post-write-path`` with
     ``(args, directory, engines)``. Raises WeightSyncError or RuntimeError on every rank when one of them fails.
     """
-    final = version_files.version_dir(args.update_weight_disk_dir, version)
-    staging = version_files.staging_dir(final)
+    final = versions.version_dir(args.update_weight_disk_dir, version)
+    staging = versions.staging_dir(final)
     needed: list[Path] = []
     if delta is not None:
         root = args.update_weight_disk_dir
-        attempt(lambda: needed.extend(version_files.version_dir(root, number) for number in delta.begin(confirmed)))
+        attempt(lambda: needed.extend(versions.version_dir(root, number) for number in delta.begin(confirmed)))
     attempt(partial(_on_first_rank, _clear, args, needed))
     if delta is None or not delta.write(source, staging, version):
         export_hf(source.model, source.args, staging, quantizer=quantizer_of(source.args))
@@ -51,7 +51,7 @@ def publish(
             _write_checksums(staging)
         if delta is not None:
             delta.wrote_whole(source, staging, version)
-    attempt(partial(_on_first_rank, version_files.replace, staging, final))
+    attempt(partial(_on_first_rank, versions.replace, staging, final))
     if args.custom_update_weight_post_write_path is not None:
         attempt(partial(_call_hook, args, final, engines))
     return final
@@ -66,7 +66,7 @@ def _clear(args: Namespace, needed: Sequence[Path]) -> None:
     root = Path(args.update_weight_disk_dir)
     root.mkdir(parents=True, exist_ok=True)
     if not args.update_weight_disk_keep_files:
-        version_files.clear(root, but=needed)
+        versions.clear(root, but=needed)
 
 
 def _write_checksums(directory: Path) -> None:
@@ -79,7 +79,7 @@ def _write_checksums(directory: Path) -> None:
 
     attempt(read)
     everything = {name: value for part in gather_from_world(own) for name, value in part.items()}
-    attempt(partial(_on_first_rank, version_files.write_checksums, directory, everything))
+    attempt(partial(_on_first_rank, versions.write_checksums, directory, everything))
 
 
 def _call_hook(args: Namespace, directory: Path, engines: Sequence[EngineInfo]) -> None:

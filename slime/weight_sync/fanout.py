@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from slime.backends.megatron_utils.parallel import first_error
+from slime.backends.megatron_utils.state.parallel import first_error
 from slime.servers.http import EngineTimeoutError
 
 T = TypeVar("T")

@@ -1,8 +1,8 @@
 """Changes alone to engines in memory (``--update-weight-mode delta`` without files): the trainers' half.
 
-The engines' half is ``slime_engine_plugin.changes``. Source ranks keep the weights of their stage as all engines
-confirmed them last, in host memory, compare with them while the engines generate, and broadcast what has changed over
-the process group that carries all weights otherwise.
+The engines' half is ``slime_engine_plugin.weights.changes``. Source ranks keep the weights of their stage as all
+engines confirmed them last, in host memory, compare with them while the engines generate, and broadcast what has
+changed over the process group that carries all weights otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from slime.backends.megatron_utils.parallel import gather_from_world
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils import accelerator

@@ -1,8 +1,8 @@
 """Weights written into the engines' memory (``--update-weight-transport p2p``): the trainers' half.
 
-The engines' half is ``slime_engine_plugin.p2p``. All ranks of a pipeline stage gather its weights, and each writes a
-share of them; all ranks of all stages write at the same time. Engines take part in the first step, where they say where
-their own loaders put each tensor, and in the last one, where they compare checksums.
+The engines' half is ``slime_engine_plugin.weights.p2p``. All ranks of a pipeline stage gather its weights, and each
+writes a share of them; all ranks of all stages write at the same time. Engines take part in the first step, where they
+say where their own loaders put each tensor, and in the last one, where they compare checksums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.parallel import gather_from_world
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import describe_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo

@@ -24,9 +24,9 @@ from slime.backends.sglang_utils.environment import MEETING, Scratch
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.servers.auth import is_loopback
 from slime.servers.engine_client import EngineClient
+from slime.servers.http_utils import get_host_info
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
-from slime.utils.http_utils import get_host_info
 from slime.utils.network import join_address
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
@@ -95,7 +95,8 @@ class EngineGroup:
     def _meeting(self, engines: Sequence[EngineInfo]) -> tuple[str, int, str]:
         """Return address and port for the engines, and the same as torch's ``init_method``.
 
-        The run's own engines of this host meet at a file: the address is its path (``slime_engine_plugin.rendezvous``).
+        The run's own engines of this host meet at a file: the address is its path
+        (``slime_engine_plugin.server.rendezvous``).
         """
         host = _rendezvous_address(engines)
         if host == LOOPBACK and all(engine.life == 0 for engine in engines):

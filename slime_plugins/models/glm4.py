@@ -12,6 +12,6 @@ def get_glm_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     Attention and MLP are Megatron's; ``--post-self-attn-layernorm`` and ``--post-mlp-layernorm`` put norms on their
     outputs.
     """
-    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+    from slime.backends.megatron_utils.model.layer_specs import decoder_block_spec
 
     return decoder_block_spec(args, config, vp_stage)

@@ -57,7 +57,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         from megatron.core import parallel_state as mpu
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-        from slime.backends.megatron_utils.attention import undo_zigzag
+        from slime.backends.megatron_utils.model.attention import undo_zigzag
 
         if self.config.sequence_parallel:
             # Every rank computes the same from here on, so the backward pass only takes its part of the gradient.
@@ -86,6 +86,6 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
 
     @staticmethod
     def _local_lengths(packed_seq_params: Any, cp_size: int) -> list[int]:
-        from slime.backends.megatron_utils.attention import sequence_lengths
+        from slime.backends.megatron_utils.model.attention import sequence_lengths
 
         return [length // cp_size for length in sequence_lengths(packed_seq_params)]

@@ -24,7 +24,7 @@ class LinearAttention(HuggingfaceAttention):
 
     def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
         """See the base class."""
-        from slime.backends.megatron_utils.attention import sequence_lengths
+        from slime.backends.megatron_utils.model.attention import sequence_lengths
 
         sequences = hidden_states.split(sequence_lengths(packed_seq_params), dim=1)
         return torch.cat([self.linear_attn(sequence) for sequence in sequences if sequence.size(1)], dim=1)
@@ -39,7 +39,7 @@ def hybrid_block_spec(args: Namespace, config: Any, vp_stage: int | None, delta_
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
     from transformers import AutoConfig
 
-    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+    from slime.backends.megatron_utils.model.layer_specs import decoder_block_spec
 
     trust = {"trust_remote_code": args.trust_remote_code}
     hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, **trust).get_text_config()

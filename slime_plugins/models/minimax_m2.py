@@ -49,7 +49,7 @@ def get_minimax_m2_layer_spec(args: Namespace, config: Any, vp_stage: int | None
     """Return the block spec of this pipeline stage: norms on queries and keys span all heads."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from slime.backends.megatron_utils.layer_specs import decoder_block_spec
+    from slime.backends.megatron_utils.model.layer_specs import decoder_block_spec
 
     block = decoder_block_spec(args, config, vp_stage)
     for layer in block.layer_specs:

@@ -10,9 +10,9 @@ from typing import Any
 
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
+from slime.servers.http_client import HttpClient, HttpRequestError
 from slime.servers.key_file import key_for
 from slime.utils.async_utils import run
-from slime.utils.http_client import HttpClient, HttpRequestError
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
 from slime.utils.network import join_address

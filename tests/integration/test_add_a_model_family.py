@@ -14,7 +14,7 @@ from tools.markdown import read_page
 
 
 def test_the_made_up_family_equals_transformers(tmp_path: Path) -> None:
-    from slime.weights.hf_checkpoint import HfCheckpoint
+    from slime.weights.hf.checkpoint import HfCheckpoint
 
     source = make_checkpoints(tmp_path / "sources")["qwen2"]
     write_checkpoint(source, tmp_path / "acme")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.weights.carried import carried_names
-from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
+from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
+from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dist
 from slime.backends.megatron_utils.weights.maps import family_of
-from slime.backends.megatron_utils.weights.to_torch_dist import to_torch_dist
-from slime.weights.hf_checkpoint import HfCheckpoint, read_config
+from slime.backends.megatron_utils.weights.untrained import carried_names
+from slime.weights.hf.checkpoint import HfCheckpoint, read_config
 from tests.support.distributed import run_distributed
 from tests.support.model_families import make_checkpoint
 from tests.support.mtp import DEEPSEEK, QWEN

@@ -18,8 +18,8 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import remote
 from slime.rollout.sglang_rollout import generate_rollout
+from slime.servers import http_utils
 from slime.servers.loads import num_requests_from_load
-from slime.utils import http_utils
 from slime.utils.async_utils import interrupt, run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

@@ -10,8 +10,8 @@ import pytest
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests import engines
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils import http_client
-from slime.utils.http_client import HttpTimeoutError
+from slime.servers import http_client
+from slime.servers.http_client import HttpTimeoutError
 from tests.support.engine_churn import churn_engines
 from tests.support.engine_kills import (
     ENGINE_WORDS,

@@ -43,7 +43,7 @@ from examples.tool_orchestra.run import EXAMPLE as TOOL_ORCHESTRA
 from examples.tournament.run import EXAMPLE as TOURNAMENT
 from slime.arguments import parse_args
 from slime.rollout.base_types import call_rollout_fn
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.processing_utils import load_tokenizer

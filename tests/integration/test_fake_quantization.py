@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf.checkpoint import HfCheckpoint
 from slime.weights.quantization import Format, Fp8, Int4
 from slime.weights.quantization.files import quantize_checkpoint
 from tests.support.distributed import run_distributed

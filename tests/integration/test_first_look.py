@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from slime.first_look import start
-from slime.first_look.start import look
+from slime.preflight.look import start
+from slime.preflight.look.start import look
 from tests.support.arguments import dry
-from tests.unit.first_look.conftest import command_line
+from tests.unit.preflight.look.conftest import command_line
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = "tests.unit.first_look.hooks"
+HERE = "tests.unit.preflight.look.hooks"
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,8 @@ def test_algorithms_and_batching_load_no_framework() -> None:
 
 def test_hooks_and_losses_import_without_megatron_or_an_engine() -> None:
     code = (
-        "import sys, slime.backends.megatron_utils.hooks, slime.backends.megatron_utils.loss, slime.algorithms.mis\n"
+        "import sys, slime.backends.megatron_utils.train.hooks, slime.backends.megatron_utils.train.loss\n"
+        "import slime.algorithms.mis\n"
         "import examples.train_infer_mismatch_helper.mis\n"
         "print(sorted({m.split('.')[0] for m in sys.modules} & {'megatron', 'ray', 'sglang', 'transformers'}))"
     )

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.planner.memory_trainer import kept_of, layer_bytes, spared, state_bytes, trainer_memory
-from slime.planner.model_size import ModelSize, model_size
+from slime.preflight.plan.memory_trainer import kept_of, layer_bytes, spared, state_bytes, trainer_memory
+from slime.preflight.plan.model_size import ModelSize, model_size
 from tests.support.distributed import run_distributed
 from tests.support.memory_ranks import case_args
 

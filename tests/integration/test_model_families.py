@@ -75,7 +75,7 @@ def test_gradients_equal_autograd(name: str, layout: str, ranks: Any, references
 def test_an_export_has_every_tensor_of_the_source(
     name: str, layout: str, ranks: Any, references: Any, scratch: Path
 ) -> None:
-    from slime.weights.hf_checkpoint import HfCheckpoint
+    from slime.weights.hf.checkpoint import HfCheckpoint
 
     expected = references[name].weights
     with HfCheckpoint(scratch / f"{name}-{layout}") as exported:

@@ -194,7 +194,7 @@ def ranks(families: dict[str, str], exports: Path) -> list[dict[str, Any]]:
 def test_every_weight_comes_back(name: str, layout: str, families: Any, ranks: Any, exports: Path) -> None:
     from safetensors.torch import load_file
 
-    from slime.weights.hf_checkpoint import HfCheckpoint
+    from slime.weights.hf.checkpoint import HfCheckpoint
 
     source = load_file(Path(families[name]) / "model.safetensors")
     copies = {n for n in source if n.endswith((".shared_head.head.weight", "layers.2.embed_tokens.weight"))}
@@ -245,9 +245,9 @@ def test_family_learns_what_transformers_would(name: str, layout: str, ranks: An
 def test_an_export_has_the_copies_of_what_was_trained(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from slime.backends.megatron_utils.weights.carried import write_copies
     from slime.backends.megatron_utils.weights.maps import family_of
-    from slime.weights.hf_checkpoint import HfCheckpoint
+    from slime.backends.megatron_utils.weights.untrained import write_copies
+    from slime.weights.hf.checkpoint import HfCheckpoint
 
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()

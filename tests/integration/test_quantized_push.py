@@ -14,7 +14,7 @@ import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf.checkpoint import HfCheckpoint
 from slime.weights.quantization import Format, Fp8, Int4
 from slime.weights.quantization.files import quantize_checkpoint
 from tests.support.distributed import run_distributed

@@ -19,10 +19,10 @@ from slime.backends.sglang_utils.ports import reserve_ports
 from slime.backends.sglang_utils.router import RouterProcess
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
+from slime.servers.http_client import HttpClient
+from slime.servers.http_replies import engine_of
 from slime.servers.router_client import list_workers
 from slime.servers.types import EngineInfo
-from slime.utils.http_client import HttpClient
-from slime.utils.http_replies import engine_of
 from slime.utils.types import Sample
 from tests.support.engines import engine_args
 from tests.support.rollout_args import rollout_args

@@ -16,7 +16,7 @@ from tests.support.trainer import make_train_data, tiny_checkpoint
 KL = {"with_ref": True, "use_kl_loss": True, "kl_loss_coef": 0.1}
 MISMATCH = {
     "get_mismatch_metrics": True,
-    "custom_tis_function_path": "slime.backends.megatron_utils.loss.icepop_function",
+    "custom_tis_function_path": "slime.backends.megatron_utils.train.loss.icepop_function",
 }
 EQUAL: dict[str, dict[str, Any]] = {
     "grpo": {},

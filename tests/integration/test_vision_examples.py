@@ -13,7 +13,7 @@ from examples.geo3k_vlm_multi_turn.make_data import make_data
 from slime.arguments import parse_args
 from slime.rollout import data_source, eval_rollout, sglang_rollout
 from slime.rollout.base_types import call_rollout_fn
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta, load_function
 from tests.support.agents import END

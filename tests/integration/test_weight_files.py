@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineProcess
-from slime.ray.engines.control import load_weights_from_disk
-from slime.ray.engines.members import Member, State
+from slime.ray.manager.engines.control import load_weights_from_disk
+from slime.ray.manager.engines.members import Member, State
 from slime.weight_sync import WeightSyncError
-from slime.weights import delta_files, version_files
+from slime.weights import versions as version_files
+from slime.weights.delta import host_copy as delta_files
 from tests.integration.test_weight_sync import generate, start
 from tests.support.arguments import run_args
 from tests.support.distributed import run_distributed

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray.conversion import Converter
-from slime.ray.rollout_metrics import eval_metrics
+from slime.ray.manager.conversion import Converter
+from slime.ray.manager.rollout_metrics import eval_metrics
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids, iter_samples
 from tests.plugin_contracts.contract import EXAMPLES, hook_at, must, must_be_finished, must_be_finite, subjects
 

@@ -7,7 +7,7 @@ import torch
 
 from slime.batching.columns import RolloutColumns
 from slime.batching.validate import REQUIRED_KEYS
-from slime.ray.conversion import Converter
+from slime.ray.manager.conversion import Converter
 from tests.plugin_contracts.contract import EXAMPLES, hook_at, must, must_be_finite, subjects
 
 ONE_RANK = {"dp_size": 1, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}

@@ -11,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from slime.weight_sync import delta
-from slime.weights import version_files
-from slime.weights.delta_files import pull
+from slime.weights import versions as version_files
+from slime.weights.delta.host_copy import pull
 from tests.support.delta_run import DeltaRun, content_of, run_until_line
 
 pytestmark = pytest.mark.soak

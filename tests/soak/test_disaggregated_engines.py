@@ -24,8 +24,8 @@ from slime.backends.sglang_utils.server_args import EngineSpec, check_transport
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.requests.engines import EngineLoads
 from slime.rollout.sglang_rollout import generate
+from slime.servers import http_utils
 from slime.servers.engine_client import EngineClient
-from slime.utils import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

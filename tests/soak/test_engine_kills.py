@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.engines.served_model import ROUTER_RESTARTS
+from slime.ray.manager.engines.served_model import ROUTER_RESTARTS
 from tests.support.engine_kills import (
     ENGINE_WORDS,
     kill_engines,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.weights import version_files
+from slime.weights import versions as version_files
 from tests.support.run_train import Finished, rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 

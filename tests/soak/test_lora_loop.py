@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf.checkpoint import HfCheckpoint
 from tests.support.run_train import rl_flags, run_train, sft_file, sft_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.engines.served_model import ROUTER_RESTARTS
+from slime.ray.manager.engines.served_model import ROUTER_RESTARTS
 from tests.integration.test_loop_engine_faults import engine_servers
 from tests.support.machines import HEAD, Machines
 from tests.support.plain_engine import PlainEngine

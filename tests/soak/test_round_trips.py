@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.weights import to_torch_dist
-from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
-from slime.weights import hf_writer
+from slime.backends.megatron_utils.checkpoints import to_torch_dist
+from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
+from slime.weights.hf import writer as hf_writer
 from slime.weights.quantization import Format, Fp8, Int4
 from slime.weights.quantization.files import quantize_checkpoint, to_bf16
 from tests.support.distributed import run_distributed

@@ -17,8 +17,8 @@ RENAMED = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 def register(folder: Path) -> None:
     """Follow the page in this process: the map of its Python, the entry of its YAML."""
-    from slime.arguments.models import facts
     from slime.backends.megatron_utils.weights import maps
+    from slime.models import facts
 
     fences = {fence.language: fence.text for fence in read_page(PAGE).fences}
     module: dict[str, Any] = {}

@@ -15,8 +15,8 @@ def save_all(checkpoints: dict[str, str], cases: dict[str, tuple[str, ...]]) -> 
     from slime.backends.megatron_utils import import_megatron
 
     import_megatron()
-    from slime.backends.megatron_utils.checkpoint import CheckpointSaver, TrainerState
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.checkpoints.save_load import CheckpointSaver, TrainerState
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import load_hf
 
     for name, layouts in cases.items():
@@ -35,8 +35,8 @@ def load(checkpoint: str, root: str, *flags: Any) -> dict[str, torch.Tensor]:
     from slime.backends.megatron_utils import import_megatron
 
     import_megatron()
-    from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.checkpoints.save_load import TrainerState, load_checkpoint
+    from slime.backends.megatron_utils.model.provider import get_model
     from tests.support.trainer_ranks import hf_weights
 
     args = model_args(checkpoint, *flags)

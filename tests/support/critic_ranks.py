@@ -43,7 +43,7 @@ def start(role: str, checkpoint: str, *, with_ref: bool = False, **settings: Any
     import_megatron()
     from megatron.core import parallel_state
 
-    from slime.backends.megatron_utils.trainer import CriticTrainer, MegatronTrainer
+    from slime.backends.megatron_utils.train.trainer import CriticTrainer, MegatronTrainer
 
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
@@ -68,7 +68,7 @@ def train(trainer: Any, rollout_id: int, values: dict[str, Any] | None = None, *
 
 def capture(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> None:
     """Hook: keep what the loss of the actor will see."""
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp
+    from slime.backends.megatron_utils.train.cp_utils import all_gather_with_cp
 
     for name in ("advantages", "returns", "values", "kl"):
         if name in rollout_data:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.checkpoint import load_checkpoint
+from slime.backends.megatron_utils.checkpoints.save_load import load_checkpoint
 from slime.utils.distributed_utils import control_group
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import make_trainer, parameters, train_once

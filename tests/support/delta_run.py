@@ -14,13 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slime.ray.driver.weight_files import WeightFiles
 from slime.ray.remote import RemoteFailure
-from slime.ray.weight_files import WeightFiles
 from slime.utils import atomic_file
 from slime.weight_sync import delta, disk
 from slime.weight_sync.delta import DeltaWriter
-from slime.weights import delta_files, version_files
+from slime.weights import versions as version_files
 from slime.weights.delta import codec
+from slime.weights.delta import host_copy as delta_files
 from slime.weights.delta.manifest import Manifest
 from tests.support.arguments import run_args
 

@@ -17,15 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from slime.driver import Loop
-from slime.ray import rollout_manager
-from slime.ray.rollout_manager import RolloutManager
+from slime.ray.manager import rollout_manager
+from slime.ray.manager.rollout_manager import RolloutManager
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.durable import journal_writer
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.groups import copy_sample
+from slime.servers.http_utils import init_http_client
 from slime.utils.atomic_file import write_atomically
-from slime.utils.http_utils import init_http_client
 from slime.utils.types import Sample
 from tests.support import durable_points
 from tests.support.rollout_args import CharTokenizer, rollout_args

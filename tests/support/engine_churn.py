@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray.engines import elastic
-from slime.ray.engines.members import EngineChangeError, State
+from slime.ray.manager.engines import elastic
+from slime.ray.manager.engines.members import EngineChangeError, State
 from tests.support.engine_kills import PATIENCE_S, REPLY_TOKENS, Driver, Tally
 from tests.support.standin_fleet import CountingRouter, StandInFleet
 

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.engines.members import Member, State
+from slime.ray.manager.engines.members import Member, State
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import generate_rollout, get_model_url
+from slime.servers import http_client, http_utils
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import RouterError
+from slime.servers.http_utils import post
 from slime.servers.router_client import list_workers
-from slime.utils import http_client, http_utils
 from slime.utils.async_utils import run
-from slime.utils.http_utils import post
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample
 from tests.support.engines import Reference

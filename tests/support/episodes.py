@@ -11,7 +11,7 @@ from unittest import mock
 
 from slime.rollout import sglang_rollout
 from slime.rollout.environments import generate
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

@@ -42,8 +42,8 @@ def _rollout(checkpoint: str, save: str, flags: dict[str, Any], load: str | None
     from slime.backends.megatron_utils import import_megatron
 
     import_megatron()
-    from slime.backends.megatron_utils import experts
-    from slime.backends.megatron_utils.attention import TorchCoreAttention
+    from slime.backends.megatron_utils.model import experts
+    from slime.backends.megatron_utils.model.attention import TorchCoreAttention
 
     flags = dict(flags)
     with contextlib.ExitStack() as stack:

@@ -10,12 +10,12 @@ import pytest
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.errors import RouterStartError
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import health as engine_health
-from slime.ray.engines import rejections
-from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.elastic import ElasticFleet
-from slime.ray.engines.members import LIVING, Member, SlotsLostError, State
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import health as engine_health
+from slime.ray.manager.engines import rejections
+from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.members import LIVING, Member, SlotsLostError, State
 from slime.servers.http import EngineError, EngineTimeoutError, RouterError
 from slime.servers.types import EngineInfo
 from tests.support.standin_fleet import Events, fleet_args

@@ -15,8 +15,8 @@ SAMPLES, LENGTH = 4, 4096
 
 def gibibytes(checkpoint: str, settings: dict[str, Any]) -> dict[str, float]:
     """Train in bf16 on one micro-batch of ``SAMPLES`` samples of ``LENGTH`` tokens; return GiB."""
-    from slime.planner.memory_trainer import trainer_memory
-    from slime.planner.model_size import model_size
+    from slime.preflight.plan.memory_trainer import trainer_memory
+    from slime.preflight.plan.model_size import model_size
 
     others = memory_in_use()
     trainer, _ = new_trainer(

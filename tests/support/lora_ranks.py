@@ -79,7 +79,7 @@ def scenarios_and_life(scenarios: list[dict[str, Any]], life: dict[str, str]) ->
 
 def log_probs(trainer: Any, *, of_reference: bool = False) -> list[torch.Tensor]:
     """Return the log-probs of made-up samples, with the actor's weights or the reference's."""
-    from slime.backends.megatron_utils.data import prepare_rollout_data
+    from slime.backends.megatron_utils.train.data import prepare_rollout_data
     from tests.support.trainer import make_shards
 
     shards = make_shards(trainer.args, make_train_data(seed=5), trainer.parallel_config)
@@ -120,7 +120,7 @@ def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]
     found["imported"] = adapters(imported)
 
     try:
-        from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
+        from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
 
         TorchDistCheckpoint(save)
     except ValueError as error:
@@ -141,7 +141,7 @@ def push_adapters(checkpoint: str, directories: list[str], engine: dict[str, Any
     from types import SimpleNamespace
 
     from slime.backends.megatron_utils.lora.peft import load_adapter
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import create_updater
@@ -183,7 +183,7 @@ def _compare(checkpoint: str, flags: tuple[Any, ...], merged: str) -> dict[str, 
     Returns the names of the adapters, the largest difference of the logits, and that of the gradients from
     ``dB = s G A'`` and ``dA = s B' G``, over the norm of all.
     """
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import export_hf, load_hf
     from tests.support.megatron_model import hf_gradients, model_args, run_pack
 
@@ -223,7 +223,7 @@ def _randomize(model: Any, args: Any) -> dict[str, torch.Tensor]:
     import zlib
 
     from slime.backends.megatron_utils.lora.peft import adapter_weights_of
-    from slime.backends.megatron_utils.parallel import unwrap
+    from slime.backends.megatron_utils.state.parallel import unwrap
     from slime.backends.megatron_utils.weights.naming import model_dims, model_family
 
     dims = model_dims(args, unwrap(model[0]).config)

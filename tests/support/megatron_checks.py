@@ -78,7 +78,7 @@ def all_layouts(checkpoints: dict[str, str], scratch: str, layouts: dict[str, tu
 
 def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], export_dir: Path) -> dict[str, Any]:
     """Return this rank's logits and the Hugging Face weights it sees; under TP2 and PP2 also export the model."""
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
 
     config = json.loads((Path(checkpoint) / "config.json").read_text())
@@ -140,7 +140,7 @@ def attention_under_cp() -> dict[str, torch.Tensor]:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
 
-    from slime.backends.megatron_utils.attention import TorchCoreAttention
+    from slime.backends.megatron_utils.model.attention import TorchCoreAttention
 
     module = TorchCoreAttention(attention_config(), 1, AttnMaskType.causal, "self")
     rank, size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
@@ -166,7 +166,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
     from safetensors.torch import load_file, save_file
 
     from slime.backends.megatron_utils.initialize import initialize_megatron
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import export_hf, load_hf
 
     source = checkpoints["qwen3"]
@@ -208,7 +208,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
 
 def frozen(checkpoint: str) -> dict[str, list[str]]:
     """Return the trainable parameters' names under the two name lists."""
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
 
     def trainable(*flags: str) -> list[str]:
         model = get_model(model_args(checkpoint, *flags), wrap_with_ddp=False)[0]

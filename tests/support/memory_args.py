@@ -43,9 +43,9 @@ def bare_args(**values: Any) -> Namespace:
 
 def published_args(name: str, *flags: Any) -> Namespace:
     """Return what a dry run resolves for the published model ``name`` and ``flags``."""
-    from slime.arguments.models.facts import known_config
-    from slime.arguments.models.megatron_flags import megatron_flags
     from slime.arguments.parse import resolve
+    from slime.models.facts import known_config
+    from slime.models.megatron_flags import megatron_flags
 
     config = known_config(name)
     assert config is not None

@@ -32,8 +32,8 @@ def allow_latent_attention() -> None:
 def static_bytes(checkpoint: str, ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Build model and optimizer of every case; return this rank's stage, parameters and bytes."""
     from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.model_provider import get_model
-    from slime.backends.megatron_utils.optimizer import build_optimizer
+    from slime.backends.megatron_utils.model.provider import get_model
+    from slime.backends.megatron_utils.state.optimizer import build_optimizer
 
     import_megatron()
     allow_latent_attention()
@@ -64,7 +64,7 @@ def _buffers(chunk: torch.nn.Module) -> list[Any]:
 
 def _optimizer_bytes(model: list[torch.nn.Module], optimizer: Any) -> int:
     """Moments, and master weights where they are not the model's own."""
-    from slime.backends.megatron_utils.offload import torch_optimizers
+    from slime.backends.megatron_utils.state.offload import torch_optimizers
 
     own = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
     own |= {buffer.param_data.untyped_storage().data_ptr() for chunk in model for buffer in _buffers(chunk)}
@@ -100,7 +100,7 @@ def _saved(args: Namespace, tokens: int, sequence: int) -> int:
     """Run a packed micro-batch forward; return the bytes of the storages that autograd keeps, without weights."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
 
     (model,) = get_model(args, wrap_with_ddp=False)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}

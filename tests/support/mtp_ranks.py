@@ -55,7 +55,7 @@ def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def _refused(checkpoint: str) -> dict[str, str]:
     """Return what is said of wrong numbers of layers, and of a model that has none."""
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from tests.support.trainer_ranks import new_trainer
 
     said = {}
@@ -77,8 +77,8 @@ def _refused(checkpoint: str) -> dict[str, str]:
 
 def plain_provider(pre_process: bool, post_process: bool) -> torch.nn.Module:
     """Build a model without such layers, whatever the flags say."""
-    from slime.backends.megatron_utils.model_config import transformer_config_from_args
-    from slime.backends.megatron_utils.model_provider import model_provider
+    from slime.backends.megatron_utils.model.model_config import transformer_config_from_args
+    from slime.backends.megatron_utils.model.provider import model_provider
 
     args: Namespace = plain_provider.args  # type: ignore[attr-defined]
     return model_provider(args, transformer_config_from_args(args))(pre_process, post_process)
@@ -102,11 +102,11 @@ def _family(checkpoint: str, flags: tuple[Any, ...], export_to: Path) -> dict[st
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_model_config
 
-    from slime.backends.megatron_utils.loss import loss_function
-    from slime.backends.megatron_utils.model_provider import get_model
-    from slime.backends.megatron_utils.mtp_model import borrow_embedding
-    from slime.backends.megatron_utils.parallel import data_parallel
-    from slime.backends.megatron_utils.passes import run_schedule
+    from slime.backends.megatron_utils.model.mtp_model import borrow_embedding
+    from slime.backends.megatron_utils.model.provider import get_model
+    from slime.backends.megatron_utils.state.parallel import data_parallel
+    from slime.backends.megatron_utils.train.logprob_passes import run_schedule
+    from slime.backends.megatron_utils.train.loss import loss_function
     from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
     from tests.support.megatron_model import hf_gradients, model_args
 

@@ -143,7 +143,7 @@ def _skips(checkpoint: str, scenarios: dict[str, dict[str, Any]]) -> dict[str, d
 
     ``rollouts`` trains several rollouts, with a weight sync after each.
     """
-    from slime.backends.megatron_utils import passes
+    from slime.backends.megatron_utils.train import logprob_passes as passes
 
     rule = passes.old_log_probs_equal_current
     found: dict[str, dict[str, Any]] = {}

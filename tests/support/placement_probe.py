@@ -10,7 +10,7 @@ import ray
 
 from slime.arguments import parse_args
 from slime.ray import cluster
-from slime.ray.placement_group import PlacementError, create_placement_groups
+from slime.ray.driver.placement_group import PlacementError, create_placement_groups
 
 
 def main() -> None:

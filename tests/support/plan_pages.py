@@ -36,8 +36,8 @@ def resolved(command_line: str) -> Namespace:
 
 def page(command_line: str) -> str:
     """The page of a command line without configuration and memory, which have tests of their own."""
-    from slime.planner import plan
-    from slime.planner.render import sections, verdict
+    from slime.preflight.plan import plan
+    from slime.preflight.plan.render import sections, verdict
 
     with contextlib.chdir(PAGES.parents[3]):
         args = resolved(command_line)

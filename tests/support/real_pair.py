@@ -11,9 +11,9 @@ import pytest
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import EngineProcess
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import served_model
-from slime.ray.engines.elastic import ElasticFleet
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import served_model
+from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.servers.types import EngineInfo
 from tests.support.engines import engine_values
 from tests.support.standin_fleet import Events, fleet_args

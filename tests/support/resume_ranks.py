@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from slime.backends.megatron_utils.offload import torch_optimizers
+from slime.backends.megatron_utils.state.offload import torch_optimizers
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import make_trainer, parameters, train_once
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slime.rollout.sglang_rollout import get_model_url
-from slime.utils.http_utils import post
+from slime.servers.http_utils import post
 from slime.utils.types import Sample
 
 JUDGED_TEXT = list(range(20, 40))

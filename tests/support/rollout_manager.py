@@ -13,8 +13,8 @@ import pytest
 
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
-from slime.ray import rollout_manager
-from slime.ray.rollout_manager import RolloutManager
+from slime.ray.manager import rollout_manager
+from slime.ray.manager.rollout_manager import RolloutManager
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args

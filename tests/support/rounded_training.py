@@ -12,7 +12,7 @@ def passes(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     Logits, gradients, and the weights that would be pushed.
     """
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import iter_hf_weights, load_hf
 
     results = []

@@ -43,9 +43,9 @@ def entered_files() -> Iterator[set[str]]:
 
 def record(folder: str) -> dict[str, list[str]]:
     """Return the files that the second of two rollouts and the second training step enter."""
-    from slime.ray import rollout_manager
+    from slime.ray.manager import rollout_manager
     from slime.rollout import data_source, sglang_rollout
-    from slime.utils import http_utils
+    from slime.servers import http_utils
     from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
     from tests.support.standin import StandInCluster
     from tests.support.trainer import tiny_checkpoint

@@ -40,7 +40,7 @@ def _differences(fields: dict[str, Any]) -> dict[str, float]:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from slime.backends.megatron_utils.experts import GroupedExperts
+    from slime.backends.megatron_utils.model.experts import GroupedExperts
 
     functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
     config = TransformerConfig(

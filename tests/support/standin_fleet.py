@@ -20,10 +20,10 @@ import pytest
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.router import RunningRouter
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.elastic import ElasticFleet
-from slime.ray.engines.served_model import ServedModel
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.served_model import ServedModel
 from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args

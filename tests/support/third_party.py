@@ -15,8 +15,8 @@ import torch
 from aiohttp import web
 
 from slime.agent.aiohttp_threaded import run_app_in_thread
-from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy, vanilla_tis_function
+from slime.backends.megatron_utils.train.cp_utils import all_gather_with_cp, slice_log_prob_with_cp
+from slime.backends.megatron_utils.train.loss import get_log_probs_and_entropy, vanilla_tis_function
 from slime.observability.metric_utils import compute_rollout_step, compute_statistics, dict_add_prefix
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import DataSource, RolloutDataSourceWithBuffer, pop_first
@@ -33,8 +33,8 @@ from slime.rollout.sglang_rollout import (
     generate_and_rm,
     get_model_url,
 )
+from slime.servers.http_utils import post
 from slime.utils.async_utils import run
-from slime.utils.http_utils import post
 from slime.utils.logging_utils import log
 from slime.utils.misc import SingletonMeta, load_function
 from slime.utils.ppo_utils import compute_approx_kl, compute_policy_loss

@@ -45,7 +45,7 @@ def estimates(checkpoint: str, layouts: list[dict[str, Any]], seeds: list[int]) 
     from megatron.core import parallel_state
 
     from slime.backends.megatron_utils.initialize import initialize_megatron
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
+    from slime.backends.megatron_utils.train.trainer import MegatronTrainer
 
     found = []
     for layout in layouts:
@@ -59,10 +59,10 @@ def estimates(checkpoint: str, layouts: list[dict[str, Any]], seeds: list[int]) 
 
 
 def _of_seed(args: Any, config: dict[str, int], seed: int) -> dict[Any, torch.Tensor]:
-    from slime.backends.megatron_utils.cp_utils import all_gather_with_cp, slice_samples_with_cp
-    from slime.backends.megatron_utils.data import prepare_rollout_data
-    from slime.backends.megatron_utils.loss import compute_advantages_and_returns
-    from slime.backends.megatron_utils.parallel import is_last_stage
+    from slime.backends.megatron_utils.state.parallel import is_last_stage
+    from slime.backends.megatron_utils.train.cp_utils import all_gather_with_cp, slice_samples_with_cp
+    from slime.backends.megatron_utils.train.data import prepare_rollout_data
+    from slime.backends.megatron_utils.train.loss import compute_advantages_and_returns
 
     whole = tool_data(seed)
     shard = make_shards(args, {k: v for k, v in whole.items() if k not in PER_TOKEN}, config)[config["dp_rank"]]

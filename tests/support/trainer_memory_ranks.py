@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.reporting import log_memory
+from slime.backends.megatron_utils.train.train_metrics import log_memory
 from tests.support.trainer import make_train_data
 from tests.support.trainer_ranks import (
     hf_weights,

@@ -16,7 +16,7 @@ from tests.support.trainer import make_shards, make_train_data, trainer_args
 def new_trainer(checkpoint: str | Path, *, with_ref: bool = False, **overrides: Any) -> Any:
     """Return (trainer, first rollout id) on this rank, after taking down the layout of an earlier one."""
     from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
+    from slime.backends.megatron_utils.train.trainer import MegatronTrainer
 
     import_megatron()
     from megatron.core import parallel_state
@@ -30,7 +30,7 @@ def new_trainer(checkpoint: str | Path, *, with_ref: bool = False, **overrides: 
 def make_trainer(checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
     """Return (trainer, first rollout id) with any attributes, after taking down the layout of an earlier one."""
     from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.trainer import MegatronTrainer
+    from slime.backends.megatron_utils.train.trainer import MegatronTrainer
 
     import_megatron()
     from megatron.core import parallel_state
@@ -226,7 +226,7 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def optimizer_tensors(trainer: Any) -> dict[str, torch.Tensor]:
     """Return copies of the moments, and the fp32 parameters the optimizer steps."""
-    from slime.backends.megatron_utils.offload import torch_optimizers
+    from slime.backends.megatron_utils.state.offload import torch_optimizers
 
     found = {}
     for i, inner in enumerate(torch_optimizers(trainer.optimizer)):
@@ -304,7 +304,7 @@ def spoil_one_advantage(args: Any, rollout_id: int, rollout_data: dict[str, Any]
 
 def twice_the_likelihood(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
     """Hook: a custom loss."""
-    from slime.backends.megatron_utils.loss import sft_loss_function
+    from slime.backends.megatron_utils.train.loss import sft_loss_function
 
     loss, _ = sft_loss_function(args, batch, logits, sum_of_sample_mean)
     return 2 * loss, {"loss": 2 * loss.detach(), "twice": loss.detach()}
@@ -312,7 +312,7 @@ def twice_the_likelihood(args: Any, batch: Any, logits: Any, sum_of_sample_mean:
 
 def likelihood_and_samples_by_length(args: Any, batch: Any, logits: Any, sum_of_sample_mean: Any) -> Any:
     """Hook: a custom loss whose micro-batches of one sample each have metrics of different names, order and number."""
-    from slime.backends.megatron_utils.loss import sft_loss_function
+    from slime.backends.megatron_utils.train.loss import sft_loss_function
 
     loss, metrics = sft_loss_function(args, batch, logits, sum_of_sample_mean)
     (response,) = batch["response_lengths"]

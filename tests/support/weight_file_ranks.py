@@ -27,7 +27,7 @@ def fail_on_rank_1(args: Any, version_dir: str, rollout_engines: list[Any]) -> N
 
 def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
     """Write two versions of the weights of ``checkpoint``, and a third whose hook fails on one rank."""
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import WeightSyncError

@@ -29,7 +29,7 @@ def push(
     ``stored_as``: the checkpoint of the engines, where it is quantized. Returns the versions and bytes of both pushes.
     ``export_to`` receives the HF export of the first push's weights.
     """
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import export_hf, load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import create_updater
@@ -65,7 +65,7 @@ def push_without_a_victim(
 
     Returns the message of the failed push and the versions of the others.
     """
-    from slime.backends.megatron_utils.model_provider import get_model
+    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.utils.process_supervisor import descendants

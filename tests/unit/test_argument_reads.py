@@ -17,8 +17,8 @@ ALLOWED = {
     "slime/arguments/files/role_config.py": "parse_megatron_role_args takes the namespace of a plugin",
     "slime/arguments/rules/megatron.py": "set_default_megatron_args takes the namespace of a tool's own parser",
     "slime/backends/megatron_utils/arguments.py": "set_default_megatron_args, as above",
-    "slime/backends/megatron_utils/weights/convert.py": "args are those that Megatron-LM wrote into a checkpoint",
-    "slime/utils/model_shape.py": "a caller of the public FLOPs functions may have no checkpoint",
+    "slime/backends/megatron_utils/checkpoints/convert.py": "args are those that Megatron-LM wrote into a checkpoint",
+    "slime/models/shape.py": "a caller of the public FLOPs functions may have no checkpoint",
     "slime/arguments/rules/placement.py": "derived by this rule, so not there yet when it runs first",
     "slime/arguments/rules/debug.py": "as above, where a tool applies the rules",
 }

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from slime import __main__ as command
-from slime.ray import serving
-from slime.ray.engines import command as engines_command
+from slime.ray.driver import engines_command, serving
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +41,8 @@ def test_flags_of_serve_are_read_and_its_exit_status_returned(monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(serving, "serve", serve)
-    monkeypatch.setattr("slime.ray.program.configure_logger", lambda prefix: None)
-    monkeypatch.setattr("slime.ray.program.handle_sigterm", lambda: None)
+    monkeypatch.setattr("slime.ray.driver.program.configure_logger", lambda prefix: None)
+    monkeypatch.setattr("slime.ray.driver.program.handle_sigterm", lambda: None)
     assert command.main(["serve", "--hf-checkpoint", "someone/model", "--rollout-num-gpus", "3"]) == 130
     assert served[0].serve_only
     assert served[0].rollout_num_gpus == 3

@@ -10,7 +10,7 @@ import pytest
 
 from slime.arguments.availability import is_available
 from slime.arguments.groups import slime_flags
-from slime.ray.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
+from slime.ray.manager.rollout_metrics import asked_for_metrics, eval_metrics, rollout_metrics
 from slime.utils.types import Sample
 from tools import check_docs, gen_examples_doc, gen_quick_start_doc
 from tools.doc_commands import commands, flag_mistake

@@ -13,8 +13,8 @@ from slime import driver
 from slime.arguments.errors import ArgumentError
 from slime.driver import Loop
 from slime.observability.timer import get_timers
-from slime.ray import program
-from slime.ray.program import Terminated
+from slime.ray.driver import program
+from slime.ray.driver.program import Terminated
 from tests.support.arguments import run_args
 
 
@@ -485,7 +485,7 @@ def test_trainers_wait_for_the_number_of_rollouts(monkeypatch):
 
 def test_the_driver_and_the_manager_start_without_torch():
     heavy = "[name for name in ('torch', 'transformers') if name in sys.modules]"
-    code = f"import sys, slime.driver, slime.ray.rollout_manager; print({heavy})"
+    code = f"import sys, slime.driver, slime.ray.manager.rollout_manager; print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -9,13 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils import update_weight_utils
+from slime.compat import named_updaters, old_calls, update_weight_utils
 from slime.observability import tensorboard_utils, timer, tracking
 from slime.rollout import sample_hooks
-from slime.utils import data, old_calls, ppo_utils, wandb_utils
+from slime.utils import data, ppo_utils, wandb_utils
 from slime.utils.misc import Box, SingletonMeta
 from slime.utils.types import Sample
-from slime.weight_sync import named_updaters
 from tests.support.arguments import run_args
 
 

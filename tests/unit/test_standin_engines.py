@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from benchmarks import client, partial_rollout, slots
-from slime.utils.http_client import HttpClient
+from slime.servers.http_client import HttpClient
 from tests.support.standin import FaultMix, FixedReply, LognormalLengths, LognormalTimes, StandInCluster
 from tests.support.standin.engine import Failure
 

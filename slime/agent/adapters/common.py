@@ -41,8 +41,8 @@ from slime.agent.own_tokens import RENDERING, Rendering, with_own_tokens
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
 from slime.agent.trajectory import MessageNode, TrajectoryManager, TurnRecord
 from slime.servers.auth import is_loopback
+from slime.servers.http_utils import post
 from slime.servers.request_checks import browser_guard
-from slime.utils.http_utils import post
 from slime.utils.types import Sample
 
 __all__ = [

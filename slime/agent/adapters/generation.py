@@ -9,7 +9,7 @@ from typing import Any
 from slime.agent.adapters.http_requests import bad_request
 from slime.agent.adapters.sampling_checks import check_request
 from slime.agent.trajectory import TurnRecord
-from slime.utils.engine_replies import output_tokens
+from slime.servers.engine_replies import output_tokens
 from slime.utils.sampling import limited
 
 BASE_SAMPLING_PARAMS: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from slime.agent.adapters.in_flight import Turn
+from slime.servers.http_utils import HttpRequestError
 from slime.servers.request_checks import RequestError, read_json
 from slime.utils.bounded_log import BoundedLog
-from slime.utils.http_utils import HttpRequestError
 
 logger = logging.getLogger(__name__)
 told = BoundedLog(logger)

@@ -13,13 +13,13 @@ from typing import Any
 from slime.arguments import diagnostics
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
-from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import UNSUPPORTED, family_of, known_model, trained_families
-from slime.arguments.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
 from slime.arguments.rules.sglang import as_flags
-from slime.utils.model_shape import moe_layer_pattern
+from slime.models import hf_fields
+from slime.models.facts import UNSUPPORTED, family_of, known_model, trained_families
+from slime.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
+from slime.models.shape import moe_layer_pattern
 
 # What an option that is left out stands for, where Megatron's default is None.
 _LEFT_OUT: dict[str, Any] = {

@@ -9,7 +9,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.megatron import aliases
 from slime.arguments.rules import experts, parallelism
 from slime.arguments.rules.hf_config import suggested_flags
-from slime.utils.model_shape import default_ffn_hidden_size, padded_vocab_size
+from slime.models.shape import default_ffn_hidden_size, padded_vocab_size
 
 
 def derive(args: Namespace) -> None:

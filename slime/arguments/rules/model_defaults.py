@@ -13,8 +13,8 @@ from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag, add_to_parser
-from slime.arguments.models.megatron_flags import ModelFlag, describe, plain
 from slime.arguments.rules import hf_config
+from slime.models.megatron_flags import ModelFlag, describe, plain
 
 SIZES = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
 """A command line with these describes the model itself."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.models import facts
+from slime.models import facts
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
-from slime.arguments.models.facts import quantization_by_name
 from slime.arguments.placement import models_of
-from slime.weights.hf_checkpoint import quantization_of
+from slime.models.facts import quantization_by_name
+from slime.weights.hf.checkpoint import quantization_of
 
 FAKE_INT4, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 """How slime <= 0.3.1 was asked for rounded weights in training."""

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
-from slime.arguments.models import hf_fields
-from slime.arguments.models.facts import family_of, known_config
 from slime.arguments.passthrough.sglang import lacking_attributes
 from slime.arguments.placement import Model, ServerGroup, args_of_group, models_of
+from slime.models import hf_fields
+from slime.models.facts import family_of, known_config
 
 ALIASES = {
     "dp": "data_parallel_size",

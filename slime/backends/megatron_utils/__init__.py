@@ -48,7 +48,7 @@ def import_megatron() -> None:
     with _lock:
         if _done:
             return
-        from slime.backends.megatron_utils import cpu_adapter, megatron_patches
+        from slime.backends.megatron_utils.patches import cpu_adapter, megatron_patches
 
         prefer_installed_core()
         for message in _NOISE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments.rules import megatron
-from slime.utils.model_shape import padded_vocab_size
+from slime.models.shape import padded_vocab_size
 
 __all__ = ["set_default_megatron_args"]
 

@@ -54,7 +54,7 @@ REMOVED = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 PREFIX = "slime-engine-"
 MEETING = "slime-meeting-"
 SHARED_MEMORY = Path("/dev/shm")
-"""The engine's files there begin with the name of its directory (``engine_plugin/slime_engine_plugin/files.py``)."""
+"""The engine's files there begin with the name of its directory (``slime_engine_plugin/server/files.py``)."""
 OWNER = "owner.lock"
 SWEEP_AGE_S = 60.0
 """An engine may live some seconds longer than its owner."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from slime.servers.http_client import HttpRequestError
+from slime.servers.http_utils import get_http_client, get_rollout_num_engines
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
-from slime.utils.http_client import HttpRequestError
-from slime.utils.http_utils import get_http_client, get_rollout_num_engines
 from slime.utils.network import join_address
 
 logger = logging.getLogger(__name__)

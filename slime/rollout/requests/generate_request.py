@@ -9,10 +9,10 @@ from typing import Any
 
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
-from slime.arguments.models import hf_fields
 from slime.arguments.rules.hf_config import read_config
+from slime.models import hf_fields
 from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
-from slime.utils.engine_replies import output_tokens
+from slime.servers.engine_replies import output_tokens
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.sampling import limited
 from slime.utils.types import Sample

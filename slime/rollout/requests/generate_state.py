@@ -13,7 +13,7 @@ from slime.rollout.cancelling import cancel_all
 from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import LateFailures
-from slime.utils.http_utils import get_http_client
+from slime.servers.http_utils import get_http_client
 from slime.utils.network import connection_limit
 from slime.utils.types import Sample
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slime.rollout.requests.engines import EngineLoad, EngineLoads
-from slime.utils.http_client import HttpRequestError
-from slime.utils.http_utils import get_http_client
+from slime.servers.http_client import HttpRequestError
+from slime.servers.http_utils import get_http_client
 
 logger = logging.getLogger(__name__)
 

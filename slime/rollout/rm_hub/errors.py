@@ -24,7 +24,7 @@ from slime.rollout.outages import AwaitedService, ServiceOutage, is_of_service
 from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, rules, scored_together
 from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
-from slime.utils.http_client import HttpRequestError
+from slime.servers.http_client import HttpRequestError
 from slime.utils.types import Sample, iter_samples
 from slime.utils.user_code import users_frames
 

@@ -19,7 +19,7 @@ _client: Any = None
 
 def get_client() -> Any:
     """Return the process's client for reward servers."""
-    from slime.utils.http_client import HttpClient
+    from slime.servers.http_client import HttpClient
 
     global _client
     if _client is None:
@@ -41,7 +41,7 @@ async def ask(url: str, payload: dict[str, Any], timeout: float) -> Any:
     At most ``CONNECTIONS`` requests are sent at once: the wait for one's turn is no fault of the server. Raises
     HttpRequestError: at once for a refusal (4xx), else after the last attempt.
     """
-    from slime.utils.http_client import HttpRequestError
+    from slime.servers.http_client import HttpRequestError
 
     attempt = 0
     while True:

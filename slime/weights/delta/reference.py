@@ -18,8 +18,8 @@ import numpy as np
 import zstandard
 
 from slime.weights.delta.codec import Array, CorruptDeltaError, checksum
-from slime.weights.hf_checkpoint import INDEX
-from slime.weights.safetensors_header import read_header
+from slime.weights.hf.checkpoint import INDEX
+from slime.weights.hf.safetensors_header import read_header
 
 
 def apply_version(directory: str | Path, weights: Mapping[str, Array], version: str) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from slime.weights import hf_writer
-from slime.weights.hf_checkpoint import HfCheckpoint, quantization_of, read_config
+from slime.weights.hf import writer as hf_writer
+from slime.weights.hf.checkpoint import HfCheckpoint, quantization_of, read_config
 from slime.weights.quantization.formats import Format
 from slime.weights.quantization.quantizer import Quantizer, ignores, is_linear, read_format
 

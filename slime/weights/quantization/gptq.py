@@ -19,8 +19,8 @@ import torch
 
 from slime.utils.atomic_file import write_atomically
 from slime.utils.prompt_files import read_file, split_slice
-from slime.weights import hf_writer
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf import writer as hf_writer
+from slime.weights.hf.checkpoint import HfCheckpoint
 from slime.weights.quantization.files import Chosen, Named, described, rewrite, state_of
 from slime.weights.quantization.formats import Int4
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from slime.weights.hf_checkpoint import HfCheckpoint, quantization_of, read_config
+from slime.weights.hf.checkpoint import HfCheckpoint, quantization_of, read_config
 from slime.weights.quantization.formats import Format, Fp8, Int4
 
 NEVER = (

@@ -14,7 +14,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from slime.agent.adapters import OpenAIAdapter
 from slime.agent.adapters.openai import _request_session_id, _translate_messages
-from slime.ray.rollout_metrics import sample_metrics
+from slime.ray.manager.rollout_metrics import sample_metrics
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END, ToolTokenizer, call_text, scripted_engine, served, trained_text
 

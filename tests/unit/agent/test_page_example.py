@@ -15,7 +15,7 @@ from slime.batching.train_data import build_train_data
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

@@ -13,7 +13,7 @@ import pytest
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, common
 from slime.agent.trajectory import TurnRecord
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.types import Sample
 from tests.support.agents import END, ToolTokenizer, served, trained_text
 from tests.support.standin import Failure, StandInCluster

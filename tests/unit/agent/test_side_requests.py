@@ -10,7 +10,7 @@ import requests
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
 from slime.agent.adapters.side_requests import is_agent_turn
 from slime.agent.trajectory import TrajectoryManager, TurnRecord
-from slime.ray.rollout_metrics import agent_metrics
+from slime.ray.manager.rollout_metrics import agent_metrics
 from slime.utils.types import Sample
 from tests.support.agents import END, call_text, gateway, trained_text
 

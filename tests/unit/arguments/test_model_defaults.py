@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from slime.arguments import ArgumentError, parse_args
-from slime.arguments.models.facts import models
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.roles import role_args
+from slime.models.facts import models
 from tests.support.arguments import CONFIG, MODEL_FLAGS, dry, minimal_flags
 from tests.support.model_scripts import source
 

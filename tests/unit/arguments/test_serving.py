@@ -12,10 +12,10 @@ from slime.__main__ import main
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.placement import engines_of
 from slime.arguments.rules.hf_config import read_config
-from slime.planner import plan
-from slime.planner.render import summary_text
-from slime.ray.engines.members import Members
-from slime.ray.engines.served_model import served_models
+from slime.preflight.plan import plan
+from slime.preflight.plan.render import summary_text
+from slime.ray.manager.engines.members import Members
+from slime.ray.manager.engines.served_model import served_models
 from tests.support.arguments import minimal_flags, parse
 from tools.tiny_model import make_tiny_checkpoint
 

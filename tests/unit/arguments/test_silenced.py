@@ -16,8 +16,8 @@ from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.support.arguments import dry, minimal_flags
 
-OWN = "tests.unit.first_look.hooks.good"
-ROLLOUT = "--rollout-function-path tests.unit.first_look.hooks.generate"
+OWN = "tests.unit.preflight.look.hooks.good"
+ROLLOUT = "--rollout-function-path tests.unit.preflight.look.hooks.generate"
 SFT = "--rollout-function-path slime.rollout.sft_rollout.generate_rollout --loss-type sft_loss"
 BUFFER = (
     "--rollout-function-path slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout "
@@ -178,7 +178,7 @@ def test_the_reward_of_a_data_set_is_the_nearest(data_set, defaults, flags, kind
 def test_null_switches_off_what_the_run_has(evaluated):
     flags = (
         "--rollout-stop", "x", "--rollout-stop-token-ids", 5, "--label-key", "label", "--eval-min-new-tokens", 2,
-        "--custom-generate-function-path", "tests.unit.first_look.hooks.generate",
+        "--custom-generate-function-path", "tests.unit.preflight.look.hooks.generate",
     )  # fmt: skip
     args, config = evaluated({}, *flags)
     params = eval_sampling_params(args, config)

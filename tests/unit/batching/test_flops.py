@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slime.batching.flops import flops_model, forward_flops
-from slime.utils.model_shape import ModelShape, model_shape, moe_layer_pattern
+from slime.models.flops import flops_model, forward_flops
+from slime.models.shape import ModelShape, model_shape, moe_layer_pattern
 from tests.support.arguments import run_args
 from tests.support.megatron_model import model_args
 from tests.support.model_families import FAMILIES, SIZES, Tiny

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.backends.megatron_utils import cp_utils
-from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import cp_utils
 from slime.batching.context_parallel import (
     gather_responses,
     logits_and_tokens_offsets,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.batching.errors import ScheduleError
-from slime.batching.flops import flops_model
 from slime.batching.schedule import build_dp_schedule, leftover_positions
+from slime.models.flops import flops_model
 from tests.unit.batching.test_schedule import cases, make_args, make_config
 
 

@@ -15,8 +15,8 @@ import pytest
 from benchmarks import scaling
 from slime.rollout.requests.engines import EngineLoads, describe_engines
 from slime.rollout.requests.generate_request import append_output
-from slime.utils import http_utils
-from slime.utils.http_client import HttpClient
+from slime.servers import http_utils
+from slime.servers.http_client import HttpClient
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 from tests.support.standin.many import make_answer

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.hooks import CONTRACTS as OF_TRAINERS
+from slime.backends.megatron_utils.train.hooks import CONTRACTS as OF_TRAINERS
 from slime.rollout.hooks.contracts import CONTRACTS as OF_MANAGERS
 from slime.rollout.hooks.hook import checked_hook
 

@@ -80,8 +80,8 @@ CALLED_IN: dict[str, str] = {
     "slime.observability.tensorboard_utils.": "tests/unit/test_old_names.py",
     "slime.utils.wandb_utils.": "tests/unit/test_old_names.py",
     "slime.backends.megatron_utils.update_weight_utils.named_parameters": "tests/unit/test_old_names.py",
-    "slime.utils.external_utils.command_utils.fp8_cast_bf16": "tests/unit/utils/external_utils/test_fp8_checkpoint.py",
-    "slime.utils.external_utils.command_utils.": "tests/unit/utils/external_utils/test_command_utils.py",
+    "slime.utils.external_utils.command_utils.fp8_cast_bf16": "tests/unit/launch/test_fp8_checkpoint.py",
+    "slime.utils.external_utils.command_utils.": "tests/unit/launch/test_command_utils.py",
     "slime.utils.arguments.slime_validate_args": "tests/unit/arguments/test_rules.py",
     "slime.utils.arguments.parse_args": "tests/unit/arguments/test_command_line.py",
     "slime.utils.eval_config.build_eval_dataset_configs": "tests/unit/utils/test_eval_config.py",
@@ -96,7 +96,7 @@ CALLED_IN: dict[str, str] = {
     "slime.utils.memory_utils.": "tests/unit/utils/test_old_paths.py",
     "slime.utils.distributed_utils.": "tests/unit/utils/test_old_paths.py",
     "slime.utils.flops_utils.": "tests/unit/utils/test_old_paths.py",
-    "slime.utils.external_utils.typer_utils.": "tests/unit/utils/external_utils/test_typer_utils.py",
+    "slime.utils.external_utils.typer_utils.": "tests/unit/launch/test_typer_utils.py",
     "slime.observability.metric_utils.compute_statistics": "tests/unit/utils/test_old_paths.py",
     **dict.fromkeys(
         (

@@ -12,10 +12,10 @@ import pytest
 import requests
 import torch
 
-from slime.backends.megatron_utils.hooks import load_trainer_hooks
 from slime.backends.megatron_utils.loss import compute_advantages_and_returns, loss_function
+from slime.backends.megatron_utils.train.hooks import load_trainer_hooks
 from slime.observability import tracking
-from slime.ray.conversion import Converter
+from slime.ray.manager.conversion import Converter
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import call_rollout_fn, iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer

@@ -10,8 +10,8 @@ import torch
 import yaml
 
 from examples.train_infer_mismatch_helper import mis
-from slime.backends.megatron_utils import importance
-from slime.backends.megatron_utils.policy_loss import _correct_importance
+from slime.backends.megatron_utils.train import importance
+from slime.backends.megatron_utils.train.policy_loss import _correct_importance
 from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import dry
 from tests.unit.algorithms import brute_force

@@ -18,7 +18,7 @@ from slime.observability import best_effort, logging_utils, run_dir, samples, tr
 from slime.observability.best_effort import Files, Lines, output
 from slime.observability.tracking import Tracker
 from slime.observability.writers import TensorBoardWriter
-from slime.ray.program import run_as_program
+from slime.ray.driver.program import run_as_program
 from slime.utils.types import Sample
 from tests.support import small_disk
 from tests.support.arguments import run_args
@@ -193,7 +193,7 @@ def test_printing_to_a_full_log_raises_nothing(
 def test_the_report_of_a_failure_never_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], reason: int
 ) -> None:
-    from slime.ray import program
+    from slime.ray.driver import program
 
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(reason, os.strerror(reason))
@@ -213,7 +213,7 @@ def test_the_report_of_a_failure_never_fails(
 
 
 def test_a_terminal_that_is_gone_does_not_hide_the_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from slime.ray import program
+    from slime.ray.driver import program
 
     def body() -> None:
         raise ValueError("x")

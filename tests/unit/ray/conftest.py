@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.ray.rollout_manager import RolloutManager
+from slime.ray.manager.rollout_manager import RolloutManager
 from tests.support.fake_fleet import World, fleet_worlds
 from tests.support.rollout_manager import manager_maker
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray import placement_group
-from slime.ray.placement_group import create_training_models
+from slime.ray.driver import placement_group
+from slime.ray.driver.placement_group import create_training_models
 from tests.support.arguments import dry
 from tests.unit.ray.test_placement_group import FakeManager
 

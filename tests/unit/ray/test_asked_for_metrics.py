@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.ray.rollout_metrics import asked_for_metrics
+from slime.ray.manager.rollout_metrics import asked_for_metrics
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 

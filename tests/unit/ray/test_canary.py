@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from slime.arguments.placement import EnginePlan
-from slime.ray.engines import canary
-from slime.ray.engines.members import Member, Members, State
-from slime.ray.engines.served_model import ServedModel
+from slime.ray.manager.engines import canary
+from slime.ray.manager.engines.members import Member, Members, State
+from slime.ray.manager.engines.served_model import ServedModel
 from slime.servers.types import EngineInfo
 from tests.support.http_stub import Reply, Seen, http_stub
 

@@ -12,7 +12,7 @@ import ray
 
 from slime.ray import cluster
 from slime.ray.cluster import SLOT, Cluster, describe_resources, device_of_cluster, slot_resources
-from slime.ray.program import handle_sigterm
+from slime.ray.driver.program import handle_sigterm
 from tests.support.arguments import run_args
 
 HERE = "a1" * 28

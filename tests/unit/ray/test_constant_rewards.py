@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.rollout_metrics import CONSTANT_ROLLOUTS, ConstantRewards
+from slime.ray.manager.rollout_metrics import CONSTANT_ROLLOUTS, ConstantRewards
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 

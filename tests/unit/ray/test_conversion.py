@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.batching.errors import ScheduleError
-from slime.ray.conversion import Converter, carried_over_path, read_carried_over, write_carried_over
+from slime.ray.manager.conversion import Converter, carried_over_path, read_carried_over, write_carried_over
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 

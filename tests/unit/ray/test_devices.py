@@ -6,8 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray import cluster, placement_group
+from slime.ray import cluster
 from slime.ray.cluster import gpu_index
+from slime.ray.driver import placement_group
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import health as engine_health
-from slime.ray.engines import rejections, served_model
-from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.members import State
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import health as engine_health
+from slime.ray.manager.engines import rejections, served_model
+from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines.members import State
+from slime.servers import http_utils
 from slime.servers.http import EngineError, RouterError
 from slime.servers.types import EngineInfo
-from slime.utils import http_utils, run_key
+from slime.utils import run_key
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, infos, push, wait_until
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.engines.health import EngineHealth, HealthLimits, HealthMonitor
+from slime.ray.manager.engines.health import EngineHealth, HealthLimits, HealthMonitor
 
 PATIENCE_S = 30.0
 FOREVER = 10_000.0

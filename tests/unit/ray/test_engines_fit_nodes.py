@@ -9,7 +9,7 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.arguments.placement import plan_engines
 from slime.arguments.rules.weight_sync import check_engine_stages
-from slime.ray.placement_group import PlacementError, check_engines_fit_nodes, check_gpus_follow_each_other
+from slime.ray.driver.placement_group import PlacementError, check_engines_fit_nodes, check_gpus_follow_each_other
 from tests.support.arguments import dry
 
 NODES = ["10.0.0.1"] * 8 + ["10.0.0.2"] * 8

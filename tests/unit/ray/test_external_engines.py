@@ -22,12 +22,12 @@ from slime.backends.sglang_utils.external import (
     normalize_external_engine_addr,
 )
 from slime.backends.sglang_utils.router import RunningRouter
-from slime.ray.engines import external
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.control import load_weights_from_disk
-from slime.ray.engines.fleet import EngineFleet
-from slime.ray.engines.members import State
+from slime.ray.manager.engines import external
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines.control import load_weights_from_disk
+from slime.ray.manager.engines.fleet import EngineFleet
+from slime.ray.manager.engines.members import State
 from slime.servers.types import EngineInfo
 from slime.weight_sync import WeightSyncError, resolve_pause_mode
 from tests.support.arguments import CONFIG

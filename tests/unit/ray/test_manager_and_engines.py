@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from slime.arguments.placement import EnginePlan
-from slime.ray import rollout_manager
-from slime.ray.engines import control as engine_control
+from slime.ray.manager import rollout_manager
+from slime.ray.manager.engines import control as engine_control
+from slime.ray.manager.rollout_manager import RolloutManager
 from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
-from slime.ray.rollout_manager import RolloutManager
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
 from tests.support.rollout_manager import PATIENCE_S, trained

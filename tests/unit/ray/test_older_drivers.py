@@ -9,10 +9,11 @@ from unittest.mock import MagicMock
 import pytest
 
 from slime.arguments.device import finalize_for_device
-from slime.ray import placement_group, train_actor, train_group
-from slime.ray.rollout_handle import ManagerAndEpoch
-from slime.ray.train_actor import TrainRayActor
-from slime.ray.train_group import RayTrainGroup
+from slime.ray.actors import train_actor
+from slime.ray.actors.train_actor import TrainRayActor
+from slime.ray.driver import placement_group, train_group
+from slime.ray.driver.rollout_handle import ManagerAndEpoch
+from slime.ray.driver.train_group import RayTrainGroup
 from tests.support.arguments import dry, run_args
 from tests.support.fake_ray import FakeRay
 from tests.unit.ray.test_rollout_handle import Remote, clock, make_group, one_node

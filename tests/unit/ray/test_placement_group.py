@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from slime.ray import cluster, placement_group
+from slime.ray import cluster
 from slime.ray.cluster import SLOT, Cluster, slot_resources
-from slime.ray.placement_group import PlacementError, create_placement_groups, create_training_models
+from slime.ray.driver import placement_group
+from slime.ray.driver.placement_group import PlacementError, create_placement_groups, create_training_models
 from tests.support.arguments import run_args
 from tests.support.fake_ray import FakeRay, Ref
 

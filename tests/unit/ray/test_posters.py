@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import ray.exceptions
 
-from slime.ray import posters
-from slime.ray.posters import Poster, Posters
+from slime.ray.manager import posters
+from slime.ray.manager.posters import Poster, Posters
 from slime.rollout.requests.generate_state import request_limit
-from slime.utils import http_client, http_utils
-from slime.utils.http_client import HttpClient, HttpRequestError
+from slime.servers import http_client, http_utils
+from slime.servers.http_client import HttpClient, HttpRequestError
 from tests.support.arguments import run_args
 from tests.support.standin import Failure, StandInCluster
 

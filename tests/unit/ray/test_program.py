@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.ray import program
-from slime.ray.program import run_as_program
+from slime.ray.driver import program
+from slime.ray.driver.program import run_as_program
 from slime.ray.remote import EngineDied, RemoteFailure
 from tests.support.arguments import run_args
 

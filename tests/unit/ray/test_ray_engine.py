@@ -10,9 +10,10 @@ import ray.exceptions
 
 from slime.arguments.placement import EnginePlan
 from slime.ray import remote
-from slime.ray.engines import engine as ray_engine
-from slime.ray.engines.engine import POLL_DEADLINE_S, SLOTS_INTERVAL_S, STOP_DEADLINE_S, RayEngine
-from slime.ray.engines.members import SlotsLostError
+from slime.ray.actors import engine_actor
+from slime.ray.manager.engines import engine as ray_engine
+from slime.ray.manager.engines.engine import POLL_DEADLINE_S, SLOTS_INTERVAL_S, STOP_DEADLINE_S, RayEngine
+from slime.ray.manager.engines.members import SlotsLostError
 from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
 from tests.support.arguments import run_args
@@ -185,8 +186,8 @@ def test_what_follows_the_port_of_a_rendezvous_is_free_for_sglang(monkeypatch: p
         asked.append((count, consecutive))
         return list(range(15000, 15000 + count))
 
-    monkeypatch.setattr(ray_engine, "reserve_ports", reserve)
-    actor = ray_engine.EngineActor.__new__(ray_engine.EngineActor)
+    monkeypatch.setattr(engine_actor, "reserve_ports", reserve)
+    actor = engine_actor.EngineActor.__new__(engine_actor.EngineActor)
     assert actor.rendezvous(True) == "127.0.0.1:15000"
     assert asked == [(14, True)]  # up to SGLang's DP_ATTENTION_HANDSHAKE_PORT_DELTA
 

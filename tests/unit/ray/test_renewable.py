@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slime.arguments.passthrough import catalog
-from slime.ray.engines.renewable import REARRANGED, TAKE_QUANTIZED, Transport, transport_of, what_a_push_misses
+from slime.ray.manager.engines.renewable import REARRANGED, TAKE_QUANTIZED, Transport, transport_of, what_a_push_misses
 from tests.support.arguments import run_args
 
 PLAIN: dict[str, Any] = {

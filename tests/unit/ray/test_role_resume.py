@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.ray.critic import agree_on_resume_step, first_rollout
+from slime.ray.driver.critic import agree_on_resume_step, first_rollout
 from tests.support.arguments import run_args
 
 

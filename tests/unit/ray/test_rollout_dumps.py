@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.ray.conversion import load_dump, save_dump
+from slime.ray.manager.conversion import load_dump, save_dump
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 

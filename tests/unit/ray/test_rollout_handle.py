@@ -11,10 +11,11 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
-from slime.ray import remote, rollout_handle, train_group
+from slime.ray import remote
+from slime.ray.driver import rollout_handle, train_group
+from slime.ray.driver.rollout_handle import RolloutHandle
+from slime.ray.driver.train_group import RayTrainGroup
 from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
-from slime.ray.rollout_handle import RolloutHandle
-from slime.ray.train_group import RayTrainGroup
 from slime.servers.types import EngineInfo
 from tests.support.arguments import parse, run_args
 from tests.support.fake_ray import NEVER, FakeRay, Ref

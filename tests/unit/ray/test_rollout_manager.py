@@ -129,7 +129,7 @@ def test_generation_alone_makes_no_training_data(make_manager: Any, tmp_path: Pa
 
 def test_generation_alone_reports_what_a_trainer_would_of_its_data(make_manager: Any, tmp_path: Path) -> None:
     """The rewards above all; the names and numbers are those of a run that trains."""
-    from slime.backends.megatron_utils.reporting import train_data_metrics
+    from slime.backends.megatron_utils.train.train_metrics import train_data_metrics
 
     manager = make_manager(debug_rollout_only=True, save=None, log_correct_samples=True)
     manager.fleet = None

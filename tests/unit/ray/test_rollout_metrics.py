@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.ray.rollout_metrics import (
+from slime.ray.manager.rollout_metrics import (
     asked_for_metrics,
     eval_metrics,
     eval_summary,

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines import offload
-from slime.ray.engines import restarts as engine_restarts
-from slime.ray.engines.members import Members, State
-from slime.ray.engines.served_model import ROUTER_RESTARTS, ServedModel, new_router
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import offload
+from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines.members import Members, State
+from slime.ray.manager.engines.served_model import ROUTER_RESTARTS, ServedModel, new_router
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
 from tests.support.standin_fleet import fleet_args
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from slime.ray import serving
-from slime.ray.engines import fleet as engine_fleet
-from slime.ray.engines.members import State
-from slime.ray.program import Terminated
+from slime.ray.driver import serving
+from slime.ray.driver.program import Terminated
+from slime.ray.driver.serving import ServingManager, serve, table
+from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines.members import State
 from slime.ray.remote import EngineDied, RemoteFailure
-from slime.ray.serving import ServingManager, serve, table
 from slime.servers.http import EngineError
 from tests.support.arguments import run_args
 from tests.support.fake_fleet import Client, Engine, World

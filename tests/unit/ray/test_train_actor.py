@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from slime.arguments.device import finalize_for_device
-from slime.backends.megatron_utils import parallel
-from slime.ray import train_actor, train_group
-from slime.ray.train_actor import TrainRayActor
-from slime.ray.train_group import RayTrainGroup
+from slime.backends.megatron_utils.state import parallel
+from slime.ray.actors import train_actor
+from slime.ray.actors.train_actor import TrainRayActor
+from slime.ray.driver import train_group
+from slime.ray.driver.train_group import RayTrainGroup
 from tests.support.arguments import run_args
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from slime.rollout import data_source, eval_rollout, sglang_rollout
 from slime.rollout.rm_hub import policy_text
-from slime.utils import http_utils
+from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts

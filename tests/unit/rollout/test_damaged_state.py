@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.errors import ArgumentError
-from slime.backends.megatron_utils import checkpoint_dir
-from slime.ray.conversion import carried_over_path, read_carried_over, write_carried_over
+from slime.backends.megatron_utils.checkpoints import directory as checkpoint_dir
+from slime.ray.manager.conversion import carried_over_path, read_carried_over, write_carried_over
 from slime.rollout import data_source
 from slime.rollout.durable import journal_writer
 from slime.utils import digests

@@ -20,9 +20,9 @@ from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import GroupJob, describe_oldest
 from slime.rollout.requests.generate_state import PendingRewards
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.utils import http_client
+from slime.servers import http_client
+from slime.servers.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.async_utils import get_async_loop
-from slime.utils.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.standin import Failure, FaultMix, hashed_reply
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.rollout_metrics import eval_metrics, eval_summary
+from slime.ray.manager.rollout_metrics import eval_metrics, eval_summary
 from slime.rollout.base_types import iter_samples
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.utils.types import Sample

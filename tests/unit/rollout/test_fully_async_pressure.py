@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from slime.ray import rollout_metrics
+from slime.ray.manager import rollout_metrics
 from slime.rollout import fully_async_rollout, group_stream, outages, sglang_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.requests import generate_request
 from slime.rollout.staleness import WeightClock
-from slime.utils import http_client, http_utils
+from slime.servers import http_client, http_utils
 from slime.utils.async_utils import get_async_loop, run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

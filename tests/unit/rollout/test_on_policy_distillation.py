@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.train.loss import compute_advantages_and_returns
 from slime.batching.train_data import build_train_data
 from slime.rollout import on_policy_distillation
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func, teacher_log_probs
 from slime.rollout.rm_hub import batched_async_rm, remote
 from slime.rollout.rm_hub.errors import RewardErrors
-from slime.utils.http_client import HttpRequestError, HttpTimeoutError
+from slime.servers.http_client import HttpRequestError, HttpTimeoutError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 from tests.support.standin import Failure, StandInCluster

@@ -20,8 +20,8 @@ from slime.rollout.outages import LEAST, ServiceOutage, is_of_service
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import weight_clock
+from slime.servers.http_client import HttpRequestError
 from slime.utils.async_utils import run
-from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample, iter_samples
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually

@@ -13,8 +13,8 @@ import pytest
 from slime.rollout.requests import request_slots
 from slime.rollout.requests.engines import ASKED_AT_ONCE, SHORTEST_QUEUE, EngineLoad, EngineLoads
 from slime.rollout.requests.request_slots import RequestSlots, next_limit
-from slime.utils import http_utils
-from slime.utils.http_client import HttpClient
+from slime.servers import http_utils
+from slime.servers.http_client import HttpClient
 from tests.support.standin import Failure, StandInCluster
 from tests.support.virtual_time import run_virtually
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slime.rollout.rm_hub import async_rm, remote, rules
-from slime.utils.http_client import HttpRequestError
+from slime.servers.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 from tests.support.standin import Failure, StandInCluster

@@ -24,8 +24,8 @@ from slime.rollout.rm_hub.math_utils import (
     mathd_normalize_answer,
     remove_boxed,
 )
+from slime.servers.http_client import HttpRequestError
 from slime.utils.async_utils import run
-from slime.utils.http_client import HttpRequestError
 from slime.utils.types import Sample
 from tests.support.arguments import run_args
 from tests.support.standin import Failure, StandInCluster

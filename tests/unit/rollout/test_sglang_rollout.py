@@ -17,8 +17,8 @@ from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBu
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
 from slime.rollout.groups import GroupJob
 from slime.rollout.sglang_rollout import GenerateState, generate_rollout
+from slime.servers.http_client import HttpRequestError
 from slime.utils.async_utils import interrupt, run
-from slime.utils.http_client import HttpRequestError
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
 from tests.support.arguments import run_args

@@ -13,9 +13,9 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.rollout.sglang_streaming_rollout import _GrowingAnswer, generate_streaming
-from slime.utils import http_client
+from slime.servers import http_client
+from slime.servers.http_utils import HttpRequestError, HttpTimeoutError, get_http_client
 from slime.utils.async_utils import run
-from slime.utils.http_utils import HttpRequestError, HttpTimeoutError, get_http_client
 from slime.utils.types import Sample
 from tests.support.standin import Failure
 

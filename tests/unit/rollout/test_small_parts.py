@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.ray.rollout_metrics import request_metrics, top_p_metrics
+from slime.ray.manager.rollout_metrics import request_metrics, top_p_metrics
 from slime.rollout.base_types import (
     RolloutFnEvalOutput,
     RolloutFnTrainOutput,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray import rollout_metrics
-from slime.ray.rollout_metrics import staleness_metrics
+from slime.ray.manager import rollout_metrics
+from slime.ray.manager.rollout_metrics import staleness_metrics
 from slime.rollout import staleness
 from slime.rollout.staleness import (
     UNKNOWN_WEIGHTS,

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from slime.batching.train_data import build_train_data
-from slime.ray import rollout_metrics
-from slime.ray.rollout_metrics import staleness_metrics
+from slime.ray.manager import rollout_metrics
+from slime.ray.manager.rollout_metrics import staleness_metrics
 from slime.rollout import fully_async_rollout, group_stream
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -22,7 +22,7 @@ from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.requests import generate_request
 from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import WeightClock
-from slime.utils import http_client, http_utils
+from slime.servers import http_client, http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

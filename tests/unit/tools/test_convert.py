@@ -11,8 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from slime.backends.megatron_utils.weights.convert import differences
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.backends.megatron_utils.checkpoints.convert import differences
+from slime.weights.hf.checkpoint import HfCheckpoint
 from tools import convert
 from tools.tiny_model import make_tiny_checkpoint
 

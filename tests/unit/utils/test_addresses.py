@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slime.ray.engines.served_model import ServedModel
-from slime.ray.train_actor import TrainRayActor
+from slime.ray.actors.train_actor import TrainRayActor
+from slime.ray.manager.engines.served_model import ServedModel
 from slime.rollout.requests.engines import model_url
 from slime.servers.types import EngineInfo
 from slime.utils import distributed_utils
@@ -132,7 +132,7 @@ def test_an_address_that_a_gateway_maps_is_listened_for_everywhere(caplog: pytes
 
 
 def test_ranks_of_one_host_meet_at_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slime.ray.worker.begin", lambda args, name: Path("log"))
+    monkeypatch.setattr("slime.ray.actors.worker.begin", lambda args, name: Path("log"))
     actor = TrainRayActor(Namespace(), "actor", 0, 2)
     path, port = actor.master(True)
     directory = Path(path).parent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.parallel import gather_from_world
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.utils import distributed_utils
 from tests.support.distributed import run_distributed
 

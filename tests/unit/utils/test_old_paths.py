@@ -16,7 +16,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from slime.utils import distributed_utils, memory_utils, old_paths
+from slime.compat import old_paths
+from slime.utils import distributed_utils, memory_utils
 from slime.utils.misc import load_function
 from tests.support.http_stub import http_stub
 from tests.support.imports import watch

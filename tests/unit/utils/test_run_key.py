@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from slime.servers.http_client import HttpClient
 from slime.utils import run_key
-from slime.utils.http_client import HttpClient
 
 KEY = "the-key-of-the-run"
 

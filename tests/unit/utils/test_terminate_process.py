@@ -6,7 +6,7 @@ import multiprocessing
 import signal
 import time
 
-from slime.utils.http_utils import terminate_process
+from slime.servers.http_utils import terminate_process
 
 
 def sleep(ready, stubborn):

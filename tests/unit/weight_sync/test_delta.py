@@ -17,9 +17,10 @@ import xxhash
 from slime.ray.remote import RemoteFailure
 from slime.weight_sync import delta
 from slime.weight_sync.fanout import WeightSyncError
-from slime.weights import delta_files, version_files
+from slime.weights import versions as version_files
+from slime.weights.delta import host_copy as delta_files
+from slime.weights.delta.host_copy import State, pull
 from slime.weights.delta.manifest import Manifest
-from slime.weights.delta_files import State, pull
 from tests.support.delta_run import DeltaRun, content_of, run_until_line
 
 MakeRun = Callable[..., DeltaRun]

@@ -91,7 +91,7 @@ def plugin() -> Iterator[Any]:
         for module in (registry, hashing):
             patch.setitem(sys.modules, module.__name__, module)
         patch.syspath_prepend(str(ENGINE_PLUGIN))
-        yield importlib.import_module("slime_engine_plugin.changes")
+        yield importlib.import_module("slime_engine_plugin.weights.changes")
         for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
             del sys.modules[name]
 
@@ -322,7 +322,7 @@ class Engine:
     """The parts of SGLang's scheduler through which a broadcast goes; ``draft_path``: of its draft model."""
 
     def __init__(self, plugin: Any, draft_path: str | None, patch: pytest.MonkeyPatch) -> None:
-        self.plugin, self.drafts = plugin, sys.modules["slime_engine_plugin.drafts"]
+        self.plugin, self.drafts = plugin, sys.modules["slime_engine_plugin.weights.drafts"]
         self.target, self.draft = Model(0, torch.bfloat16), Model(0, torch.bfloat16)
         args = SimpleNamespace(model_path="/m", speculative_draft_model_path=draft_path)
         worker = SimpleNamespace(draft_runners=[SimpleNamespace(model=self.draft)])

@@ -75,7 +75,7 @@ def plugin() -> Iterator[Any]:
         for module in (registry, distributed):
             patch.setitem(sys.modules, module.__name__, module)
         patch.syspath_prepend(str(ENGINE_PLUGIN))
-        yield importlib.import_module("slime_engine_plugin.p2p")
+        yield importlib.import_module("slime_engine_plugin.weights.p2p")
         for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
             del sys.modules[name]
 

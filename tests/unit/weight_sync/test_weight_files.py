@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import pytest
 import torch.distributed as dist
 
-from slime.ray.engines import control
+from slime.ray.manager.engines import control
 from slime.servers.types import EngineInfo
 from slime.weight_sync import disk
 from slime.weight_sync.fanout import WeightSyncError
-from slime.weights import version_files
+from slime.weights import versions as version_files
 from tests.support.arguments import run_args
 
 HOOKED: list[tuple[str, list[str]]] = []

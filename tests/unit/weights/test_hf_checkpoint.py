@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.weights.hf_checkpoint import INDEX, HfCheckpoint, read_config
+from slime.weights.hf.checkpoint import INDEX, HfCheckpoint, read_config
 
 TENSORS = {"a": torch.arange(6.0).reshape(3, 2), "b": torch.ones(4)}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.utils.digests import digest
-from slime.weights import version_files
-from slime.weights.version_files import CorruptFileError, pull, version_dir
+from slime.weights import versions as version_files
+from slime.weights.versions import CorruptFileError, pull, version_dir
 
 
 def written(root: Path, version: int, content: bytes = b"weights") -> Path:

@@ -7,23 +7,20 @@ is what PEFT and SGLang name and load.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils.parallel import Ranks, tensor_parallel, unwrap
+from slime.backends.megatron_utils.state.parallel import Ranks, tensor_parallel, unwrap
+from slime.backends.megatron_utils.weights.merging import ADAPTER
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.weights.maps import Rule
-
-ADAPTER = "adapter"
-"""The name of the module below a linear layer: ``linear_qkv.adapter.q_proj.lora_A``."""
 
 Kind = Literal["column", "row", "replicated"]
 
@@ -220,19 +217,6 @@ def adapters_of(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
         adapter = getattr(module, ADAPTER, None)
         if isinstance(adapter, Adapter):
             yield name, module, adapter
-
-
-def merging(model: Sequence[torch.nn.Module]) -> dict[int, Callable[[Tensor], Tensor]]:
-    """Return how the adapter is merged into a weight, by the ``id`` of the weights that have one."""
-    found: dict[int, Callable[[Tensor], Tensor]] = {}
-    for chunk in model:
-        for _, linear, adapter in adapters_of(chunk):
-            for name, weight in linear.named_parameters(recurse=False):
-                if name == "weight":
-                    found[id(weight)] = adapter.merged
-                elif (number := name.removeprefix("weight")).isdigit():
-                    found[id(weight)] = partial(adapter.merged, expert=int(number))
-    return found
 
 
 @contextmanager

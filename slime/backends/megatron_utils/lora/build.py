@@ -9,17 +9,23 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.lora.adapter import ADAPTER, Adapter, Form, Kind, LinearAdapter
+from slime.backends.megatron_utils.lora.adapter import Adapter, Form, Kind, LinearAdapter
 from slime.backends.megatron_utils.lora.experts import ExpertAdapter
-from slime.backends.megatron_utils.parallel import (
+from slime.backends.megatron_utils.state.parallel import (
     expert_tensor_parallel,
     gather_from_world,
     tensor_parallel,
 )
-from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.layouts import QueryKeyValue, Replicated, RowParallel, Vocabulary
 from slime.backends.megatron_utils.weights.maps import Family, Rule
-from slime.backends.megatron_utils.weights.naming import MTP, global_named_parameters, model_dims, model_family
+from slime.backends.megatron_utils.weights.merging import ADAPTER
+from slime.backends.megatron_utils.weights.naming import (
+    MTP,
+    global_named_parameters,
+    is_value_head,
+    model_dims,
+    model_family,
+)
 
 ALL_LINEAR = "all-linear"
 _DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")

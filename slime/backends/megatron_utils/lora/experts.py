@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slime.backends.megatron_utils.lora.adapter import Adapter, Form, Kind, Projection, initial_a
-from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, expert_tensor_parallel
+from slime.backends.megatron_utils.state.parallel import Ranks, expert_parallel, expert_tensor_parallel
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.weights.maps import Rule

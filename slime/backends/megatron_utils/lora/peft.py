@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.lora.adapter import ADAPTER, Adapter, adapters_of
+from slime.backends.megatron_utils.lora.adapter import Adapter, adapters_of
 from slime.backends.megatron_utils.lora.experts import ExpertAdapter
-from slime.backends.megatron_utils.parallel import expert_parallel, first_error, gather_from_world, unwrap
+from slime.backends.megatron_utils.state.parallel import expert_parallel, first_error, gather_from_world, unwrap
 from slime.backends.megatron_utils.weights.iterate import iter_hf_weights
 from slime.backends.megatron_utils.weights.layouts import ColumnParallel, Layout, Replicated, RowParallel
 from slime.backends.megatron_utils.weights.maps import Family, Rule
+from slime.backends.megatron_utils.weights.merging import ADAPTER
 from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family
 from slime.utils.atomic_file import sync
 

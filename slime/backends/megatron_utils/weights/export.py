@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.parallel import gather_from_world
-from slime.backends.megatron_utils.weights.carried import write_carried, write_copies
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
 from slime.backends.megatron_utils.weights.naming import model_family
-from slime.weights import hf_writer
-from slime.weights.hf_checkpoint import quantization_of, read_config
+from slime.backends.megatron_utils.weights.untrained import write_carried, write_copies
+from slime.weights.hf import writer as hf_writer
+from slime.weights.hf.checkpoint import quantization_of, read_config
 from slime.weights.quantization import Quantizer, read_format
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.parallel import Ranks, expert_parallel, unwrap
+from slime.backends.megatron_utils.state.parallel import Ranks, expert_parallel, unwrap
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.naming import Weight, model_dims, model_family, weights_of

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.parallel import pipeline_parallel, unwrap
-from slime.backends.megatron_utils.values import is_value_head
-from slime.backends.megatron_utils.weights.carried import carried_names, mtp_names
+from slime.backends.megatron_utils.state.parallel import pipeline_parallel, unwrap
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import Family
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
@@ -20,12 +18,14 @@ from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.naming import (
     MTP,
     Weight,
+    is_value_head,
     model_dims,
     model_family,
     tied,
     weights_of,
 )
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.backends.megatron_utils.weights.untrained import carried_names, mtp_names
+from slime.weights.hf.checkpoint import HfCheckpoint
 
 MAX_LISTED = 8
 COMPARED_ROWS = 64
@@ -105,7 +105,7 @@ def _check_names(
     if unexpected:
         way_out = "Do the model flags (layers, biases, norms) describe this checkpoint?"
         if any("_scale_inv" in name for name in unexpected):
-            way_out = "Its weights are in FP8: slime.utils.external_utils.command_utils.fp8_cast_bf16 makes them bf16"
+            way_out = "Its weights are in FP8: slime.launch.command_utils.fp8_cast_bf16 makes them bf16"
         raise ValueError(
             f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: {_some(unexpected)}. {way_out}"
         )

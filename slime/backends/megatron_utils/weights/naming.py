@@ -10,21 +10,20 @@ from typing import Any
 
 import torch
 
-from slime.backends.megatron_utils.lora.adapter import ADAPTER, merging
-from slime.backends.megatron_utils.parallel import (
+from slime.backends.megatron_utils.state.parallel import (
     Ranks,
     expert_parallel,
     expert_tensor_parallel,
     tensor_parallel,
     unwrap,
 )
-from slime.backends.megatron_utils.values import is_value_head
 from slime.backends.megatron_utils.weights.layouts import Dims, Shape
 from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
-from slime.utils.model_shape import padded_vocab_size
-from slime.weights.hf_checkpoint import read_config
+from slime.backends.megatron_utils.weights.merging import ADAPTER, merging
+from slime.models.shape import padded_vocab_size
+from slime.weights.hf.checkpoint import read_config
 
 MTP = "mtp."
 """The beginning of the names of MTP parameters."""
@@ -120,6 +119,11 @@ def model_dims(args: Namespace, config: Any) -> Dims:
     vocab = args.vocab_size or padded
     experts = config.num_moe_experts or 0
     return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts)
+
+
+def is_value_head(parameter: torch.Tensor) -> bool:
+    """Whether ``parameter`` belongs to a value head: Hugging Face checkpoints have nothing for it."""
+    return bool(getattr(parameter, "is_value_head", False))
 
 
 def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:

@@ -8,9 +8,9 @@ import re
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.models.facts import known_config, models
-from slime.arguments.models.megatron_flags import plain
 from slime.arguments.rules.hf_config import check_consistency, check_readable
+from slime.models.facts import known_config, models
+from slime.models.megatron_flags import plain
 from tests.support.model_scripts import model_namespace, source
 
 # Numbers that decide how a model is computed, padded or trained, not which model it is.

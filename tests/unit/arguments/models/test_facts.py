@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.arguments.models.facts import Model, models
-from slime.arguments.models.megatron_flags import describe, megatron_flags
+from slime.models.facts import Model, models
+from slime.models.megatron_flags import describe, megatron_flags
 
 # transformers has no class for these; theirs has the same layers.
 CLASS_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.arguments.models.facts import known_config, known_model, models
+from slime.models.facts import known_config, known_model, models
 
 
 @pytest.mark.parametrize(

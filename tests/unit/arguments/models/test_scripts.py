@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments.command_line import read_words
-from slime.arguments.models.facts import models
+from slime.models.facts import models
 from tests.support.model_scripts import SCRIPTS, bash, source
 from tools import gen_model_scripts
 
@@ -144,7 +144,7 @@ def test_a_script_changed_by_hand_is_found(tmp_path):
     (tmp_path / "qwen3-4B.sh").write_text((tmp_path / "qwen3-4B.sh").read_text().replace("2560", "2561"))
     (tmp_path / "mine.sh").touch()
     assert gen_model_scripts.differences(tmp_path) == [
-        f"{tmp_path}/qwen3-4B.sh does not match slime/arguments/models/facts.yaml",
+        f"{tmp_path}/qwen3-4B.sh does not match slime/models/facts.yaml",
         f"{tmp_path}/mine.sh has no entry in facts.yaml",
     ]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from slime.backends.megatron_utils.checkpoint_digests import write_digests
+from slime.backends.megatron_utils.checkpoints.digests import write_digests
 
 
 def write_where_nothing_is_listed(folder: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.loss import compute_advantages_and_returns
+from slime.backends.megatron_utils.train.loss import compute_advantages_and_returns
 from tests.support.arguments import run_args
 from tests.unit.algorithms import brute_force
 

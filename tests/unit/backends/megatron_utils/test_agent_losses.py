@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from slime.algorithms.rewards import post_process_rewards
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.policy_loss import policy_loss_function
+from slime.backends.megatron_utils.train.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.train.policy_loss import policy_loss_function
 from slime.batching.columns import RolloutColumns
 from slime.batching.train_data import build_train_data
 from slime.utils.types import Sample

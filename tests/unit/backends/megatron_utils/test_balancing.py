@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.megatron_utils import balancing, import_megatron
-from slime.backends.megatron_utils.balancing import (
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.train import balancing
+from slime.backends.megatron_utils.train.balancing import (
     AUX,
     SEQ_AUX,
     Balancing,

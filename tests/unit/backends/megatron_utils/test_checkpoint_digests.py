@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils.checkpoint_digests import WAY_BACK_OF_HF, check_files, write_digests
+from slime.backends.megatron_utils.checkpoints.digests import WAY_BACK_OF_HF, check_files, write_digests
 from slime.utils import digests
 from tests.support.distributed import run_distributed
 

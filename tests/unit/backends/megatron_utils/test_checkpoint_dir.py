@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.backends.megatron_utils import checkpoint_dir as cd
+from slime.backends.megatron_utils.checkpoints import directory as cd
 from slime.utils.checkpoint_tracker import NOTE
 from slime.utils.directory_lock import Owner
 

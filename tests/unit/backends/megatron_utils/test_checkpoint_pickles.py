@@ -16,11 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from slime.backends.megatron_utils import checkpoint_formats, import_megatron
-from slime.backends.megatron_utils.checkpoint import TrainerState, load_checkpoint
-from slime.backends.megatron_utils.checkpoint_dir import TORCH
-from slime.backends.megatron_utils.checkpoint_pickles import UntrustedPickle, check_metadata, loads, plain_values_only
-from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.checkpoints import formats as checkpoint_formats
+from slime.backends.megatron_utils.checkpoints.directory import TORCH
+from slime.backends.megatron_utils.checkpoints.pickles import UntrustedPickle, check_metadata, loads, plain_values_only
+from slime.backends.megatron_utils.checkpoints.save_load import TrainerState, load_checkpoint
+from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
 from tests.support.arguments import run_args
 
 

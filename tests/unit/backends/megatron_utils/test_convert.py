@@ -15,9 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
-from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
-from slime.weights import hf_writer
+from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
+from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
+from slime.weights.hf import writer as hf_writer
 from tools import convert_to_hf, convert_torch_dist_to_hf
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, EXPERTS, VOCAB, PADDED = 2, 8, 4, 2, 4, 6, 3, 10, 16

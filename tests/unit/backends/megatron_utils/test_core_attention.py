@@ -15,8 +15,8 @@ import_megatron()
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 
-from slime.backends.megatron_utils import attention  # noqa: E402
-from slime.backends.megatron_utils.attention import Segment, TorchCoreAttention, packed_segments  # noqa: E402
+from slime.backends.megatron_utils.model import attention  # noqa: E402
+from slime.backends.megatron_utils.model.attention import Segment, TorchCoreAttention, packed_segments  # noqa: E402
 from tests.support.dense_attention import dense_attention, undo_zigzag_pack, zigzag  # noqa: E402
 from tests.support.megatron_checks import attention_config  # noqa: E402
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import reporting
-from slime.backends.megatron_utils.parallel import Ranks
-from slime.backends.megatron_utils.reporting import correct_sample_means
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import train_metrics as reporting
+from slime.backends.megatron_utils.train.train_metrics import correct_sample_means
 from tests.support.arguments import run_args
 
 ARGS = run_args(log_correct_samples=True, rollout_max_response_len=8)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cp_utils
-from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import cp_utils
 
 SAMPLES = [(13, 5), (8, 7), (3, 1), (21, 20), (6, 2)]  # (total, response)
 

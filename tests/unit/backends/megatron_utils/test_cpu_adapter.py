@@ -5,8 +5,9 @@ import types
 
 import torch
 
-from slime.backends.megatron_utils import cpu_adapter, import_megatron
-from slime.backends.megatron_utils.cpu_adapter import CpuEvent, CpuStream, swap_literals
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.patches import cpu_adapter
+from slime.backends.megatron_utils.patches.cpu_adapter import CpuEvent, CpuStream, swap_literals
 from tests.support.marks import needs_no_cuda
 
 

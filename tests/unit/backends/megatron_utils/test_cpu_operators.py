@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils import cpu_adapter, import_megatron
-from slime.backends.megatron_utils.cpu_adapter import among_several, swiglu, swiglu_back
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.patches import cpu_adapter
+from slime.backends.megatron_utils.patches.cpu_adapter import among_several, swiglu, swiglu_back
 from tests.support.marks import needs_no_cuda
 
 

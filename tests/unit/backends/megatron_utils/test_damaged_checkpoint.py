@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.checkpoint import TrainerState, _naming_damage, load_checkpoint
+from slime.backends.megatron_utils.checkpoints.save_load import TrainerState, _naming_damage, load_checkpoint
 from tests.support.arguments import run_args
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import DataIterator, build_micro_batch, get_batch, get_data_iterator
-from slime.backends.megatron_utils.loss import get_rollout_top_p_logprob_kwargs
+from slime.backends.megatron_utils.train.data import DataIterator, build_micro_batch, get_batch, get_data_iterator
+from slime.backends.megatron_utils.train.loss import get_rollout_top_p_logprob_kwargs
 from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import run_args
 

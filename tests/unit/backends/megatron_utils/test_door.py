@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slime.backends.megatron_utils.data import check_shard
+from slime.backends.megatron_utils.train.data import check_shard
 from slime.batching.columns import RolloutShard
 from tests.support.arguments import run_args
 from tests.support.trainer import make_shards, make_train_data

@@ -9,7 +9,8 @@ from unittest import mock
 import pytest
 import torch
 
-from slime.backends.megatron_utils import import_megatron, model_provider
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.model import provider as model_provider
 
 
 @pytest.mark.parametrize("half", ["bf16", "fp16"])
@@ -18,7 +19,7 @@ def test_biases_of_experts_and_counts_of_tokens_stay_fp32(half: str, monkeypatch
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from slime.backends.megatron_utils import experts
+    from slime.backends.megatron_utils.model import experts
 
     monkeypatch.setattr(experts, "mark_routed_experts", lambda model: None)  # it asks for parallel groups
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[half]
@@ -55,7 +56,7 @@ CHAIN = {0: ONE, 1: ONE}
 @pytest.mark.parametrize(("saved", "held", "own"), [(CHAIN, 2, 1), ({"param_groups": []}, 1, 2), (ONE, 1, 3)])
 def test_a_resume_with_other_optimizers_is_refused(saved: dict[Any, Any], held: int, own: int) -> None:
     import_megatron()
-    from slime.backends.megatron_utils.optimizer import check_optimizers
+    from slime.backends.megatron_utils.state.optimizer import check_optimizers
 
     check_optimizers(saved, SimpleNamespace(chained_optimizers=[None] * held), Path("iter_1"))
     with pytest.raises(ValueError, match=rf"state of {held} optimizers, this run has {own}: .*--no-load-optim"):
@@ -63,7 +64,7 @@ def test_a_resume_with_other_optimizers_is_refused(saved: dict[Any, Any], held: 
 
 
 def test_an_export_is_called_what_its_weights_are_and_not_what_the_biases_of_experts_are(tmp_path: Path) -> None:
-    from slime.weights.hf_writer import write_dtype
+    from slime.weights.hf.writer import write_dtype
 
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
     bias, weight = ((8,), torch.float32), ((8, 4), torch.bfloat16)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils.fake_quantization import Rounding, _check, _order, compute_rounded
-from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.model.fake_quantization import Rounding, _check, _order, compute_rounded
+from slime.backends.megatron_utils.state.parallel import Ranks
 from slime.backends.megatron_utils.weights.layouts import Dims, GateUp, Layout, QueryKeyValue, RowParallel
 from slime.weights.quantization import Format, Fp8, Int4
 

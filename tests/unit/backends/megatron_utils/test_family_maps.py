@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime.arguments.models.facts import UNSUPPORTED, trained_families
-from slime.backends.megatron_utils.weights.carried import carried_names, write_carried
 from slime.backends.megatron_utils.weights.layouts import Dims
 from slime.backends.megatron_utils.weights.maps import FAMILIES, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.backends.megatron_utils.weights.untrained import carried_names, write_carried
+from slime.models.facts import UNSUPPORTED, trained_families
+from slime.weights.hf.checkpoint import HfCheckpoint
 
 HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import per_sample_columns
-from slime.backends.megatron_utils.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
-from slime.backends.megatron_utils.loss import (
+from slime.backends.megatron_utils.model.provider import model_provider
+from slime.backends.megatron_utils.train.data import per_sample_columns
+from slime.backends.megatron_utils.train.hooks import CONTRACTS, checked_loss, load_trainer_hooks, optional_function
+from slime.backends.megatron_utils.train.loss import (
     compute_advantages_and_returns,
     loss_function,
     sft_loss_function,
     vanilla_tis_function,
 )
-from slime.backends.megatron_utils.model_provider import model_provider
 from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import run_args
 from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.backends.megatron_utils.host_copy import HostCopy, piece_sizes
+from slime.backends.megatron_utils.state.host_copy import HostCopy, piece_sizes
 
 
 def rounded(size: int) -> int:

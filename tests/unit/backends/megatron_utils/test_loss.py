@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slime.backends.megatron_utils import loss as loss_module
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
-from slime.backends.megatron_utils.data import LossBatch, may_overwrite_logits
-from slime.backends.megatron_utils.loss import (
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import loss as loss_module
+from slime.backends.megatron_utils.train.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.train.data import LossBatch, may_overwrite_logits
+from slime.backends.megatron_utils.train.loss import (
     get_log_probs_and_entropy,
     get_responses,
     icepop_function,
@@ -22,8 +23,7 @@ from slime.backends.megatron_utils.loss import (
     sft_loss_function,
     vanilla_tis_function,
 )
-from slime.backends.megatron_utils.parallel import Ranks
-from slime.backends.megatron_utils.train_step import _reduce_reports
+from slime.backends.megatron_utils.train.train_step import _reduce_reports
 from tests.support import plain_grpo
 from tests.support.arguments import run_args
 

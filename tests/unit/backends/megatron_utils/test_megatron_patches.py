@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import import_megatron, megatron_patches
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.patches import megatron_patches
 
 import_megatron()
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from slime.backends.megatron_utils.reporting import HostGauge, PhasePeaks
+from slime.backends.megatron_utils.train.train_metrics import HostGauge, PhasePeaks
 from slime.observability.timer import Timers
 
 

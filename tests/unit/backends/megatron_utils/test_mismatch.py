@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.data import LossBatch
-from slime.backends.megatron_utils.mismatch import MismatchError, MismatchMeter, note_mismatch
+from slime.backends.megatron_utils.train.data import LossBatch
+from slime.backends.megatron_utils.train.mismatch import MismatchError, MismatchMeter, note_mismatch
 from tests.support.arguments import run_args
 
 TRAIN = [torch.tensor([-1.0, -2.0]), torch.tensor([-0.5]), torch.tensor([-3.0, -1.0, -1.0])]

@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from slime.backends.megatron_utils import import_megatron, model_config, passes
-from slime.backends.megatron_utils.model_config import params_dtype, squared_relu, transformer_config_from_args
-from slime.backends.megatron_utils.model_provider import padded_vocab_size
-from slime.backends.megatron_utils.optimizer import optimizer_config_from_args
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.model import model_config
+from slime.backends.megatron_utils.model.model_config import params_dtype, squared_relu, transformer_config_from_args
+from slime.backends.megatron_utils.model.provider import padded_vocab_size
+from slime.backends.megatron_utils.state.optimizer import optimizer_config_from_args
+from slime.backends.megatron_utils.train import logprob_passes as passes
 from slime.utils import accelerator
 from tests.support.arguments import run_args
 from tests.support.marks import needs_no_cuda

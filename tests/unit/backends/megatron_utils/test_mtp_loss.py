@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import mtp_loss
-from slime.backends.megatron_utils.mtp_loss import MTPTargets, add_mtp_loss, mtp_targets
-from slime.backends.megatron_utils.parallel import Ranks
+from slime.backends.megatron_utils.model import mtp_loss
+from slime.backends.megatron_utils.model.mtp_loss import MTPTargets, add_mtp_loss, mtp_targets
+from slime.backends.megatron_utils.state.parallel import Ranks
 from tests.support.arguments import run_args
 
 PROMPTS, RESPONSES = (5, 1, 2), (4, 6, 9)

@@ -10,7 +10,7 @@ from slime.backends.megatron_utils import import_megatron
 
 import_megatron()
 
-from slime.backends.megatron_utils.layer_specs import TorchRMSNorm, rms_norm  # noqa: E402  needs the adapted megatron
+from slime.backends.megatron_utils.model.layer_specs import TorchRMSNorm, rms_norm  # noqa: E402  needs the adapted megatron
 
 
 def _config(**overrides: Any) -> SimpleNamespace:

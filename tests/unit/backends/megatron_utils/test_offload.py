@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from slime.backends.megatron_utils.offload import Offloader
+from slime.backends.megatron_utils.state.offload import Offloader
 
 
 class Chained:

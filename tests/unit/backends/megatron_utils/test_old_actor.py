@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.policies import OLD_ACTOR, ROLLOUT_ACTOR, OldActor, WeightBackup
+from slime.backends.megatron_utils.train.weight_backup import OLD_ACTOR, ROLLOUT_ACTOR, OldActor, WeightBackup
 
 
 class Run:

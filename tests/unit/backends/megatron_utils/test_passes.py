@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.passes import drop_precomputed_logprobs, forget_last_tokens, may_round_logits
+from slime.backends.megatron_utils.train.logprob_passes import (
+    drop_precomputed_logprobs,
+    forget_last_tokens,
+    may_round_logits,
+)
 from tests.support.arguments import run_args
 
 

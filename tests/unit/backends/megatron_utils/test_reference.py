@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.policies import refreshed_reference
+from slime.backends.megatron_utils.train.weight_backup import refreshed_reference
 from tests.support.arguments import run_args
 
 

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from slime.backends.megatron_utils import import_megatron, rotation
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.patches import rotation
 
 import_megatron()
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
-from slime.backends.megatron_utils import attention  # noqa: E402
+from slime.backends.megatron_utils.model import attention  # noqa: E402
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])

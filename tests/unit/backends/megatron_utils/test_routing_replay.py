@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.routing_replay import STAGE_VARIABLE, RoutingReplay
+from slime.backends.megatron_utils.train.routing_replay import STAGE_VARIABLE, RoutingReplay
 from tests.support.arguments import run_args
 
 EXPERTS, TOPK = 6, 2

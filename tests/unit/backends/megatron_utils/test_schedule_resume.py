@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.checkpoint import _load_scheduler
-from slime.backends.megatron_utils.optimizer import build_scheduler
+from slime.backends.megatron_utils.checkpoints.save_load import _load_scheduler
+from slime.backends.megatron_utils.state.optimizer import build_scheduler
 from tests.support.arguments import run_args
 
 LR = 0.1

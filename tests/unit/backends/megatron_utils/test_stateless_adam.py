@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.stateless_adam import StatelessAdam
+from slime.backends.megatron_utils.state.stateless_adam import StatelessAdam
 
 CASES = 1000
 

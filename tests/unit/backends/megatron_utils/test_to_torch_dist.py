@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from slime.backends.megatron_utils.weights import to_torch_dist as module
-from slime.backends.megatron_utils.weights.convert import Conversion, convert, differences
-from slime.backends.megatron_utils.weights.to_torch_dist import Entry, to_torch_dist
-from slime.backends.megatron_utils.weights.torch_dist import TorchDistCheckpoint
+from slime.backends.megatron_utils.checkpoints import to_torch_dist as module
+from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
+from slime.backends.megatron_utils.checkpoints.to_torch_dist import Entry, to_torch_dist
+from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
 from slime.weights.quantization import Fp8, Int4
 from slime.weights.quantization.files import quantize_checkpoint, to_bf16
 from tests.unit.backends.megatron_utils.test_convert import CONFIG, LAYERS, VOCAB, hf_tensors, megatron_tensors

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cp_utils, response_logits
-from slime.backends.megatron_utils.data import check_shard
-from slime.backends.megatron_utils.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.parallel import Ranks
-from slime.backends.megatron_utils.response_logits import _local_top_p_mask
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import cp_utils, response_logits
+from slime.backends.megatron_utils.train.data import check_shard
+from slime.backends.megatron_utils.train.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.train.response_logits import _local_top_p_mask
 from slime.batching.columns import RolloutColumns
 from tests.support.arguments import run_args
 

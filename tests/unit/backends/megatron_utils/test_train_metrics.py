@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import cp_utils, reporting
-from slime.backends.megatron_utils.data import sample_index
-from slime.backends.megatron_utils.parallel import Ranks
-from slime.backends.megatron_utils.reporting import rollout_means
+from slime.backends.megatron_utils.state.parallel import Ranks
+from slime.backends.megatron_utils.train import cp_utils
+from slime.backends.megatron_utils.train import train_metrics as reporting
+from slime.backends.megatron_utils.train.data import sample_index
+from slime.backends.megatron_utils.train.train_metrics import rollout_means
 from tests.support.arguments import run_args
 
 

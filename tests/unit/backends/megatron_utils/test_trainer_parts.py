@@ -9,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils import import_megatron, reporting
-from slime.backends.megatron_utils.data import steps_of
-from slime.backends.megatron_utils.hooks import load_trainer_hooks
-from slime.backends.megatron_utils.optimizer import (
+from slime.backends.megatron_utils import import_megatron
+from slime.backends.megatron_utils.state.optimizer import (
     allocate_adam_state,
     choose_adam_kernel,
     reset_optimizer_states,
 )
-from slime.backends.megatron_utils.passes import old_log_probs_equal_current
-from slime.backends.megatron_utils.reporting import train_step
-from slime.backends.megatron_utils.train_step import align_loss_scales
-from slime.backends.megatron_utils.trainer import MegatronTrainer
+from slime.backends.megatron_utils.train import train_metrics as reporting
+from slime.backends.megatron_utils.train.data import steps_of
+from slime.backends.megatron_utils.train.hooks import load_trainer_hooks
+from slime.backends.megatron_utils.train.logprob_passes import old_log_probs_equal_current
+from slime.backends.megatron_utils.train.train_metrics import train_step
+from slime.backends.megatron_utils.train.train_step import align_loss_scales
+from slime.backends.megatron_utils.train.trainer import MegatronTrainer
 from slime.utils import accelerator
 from tests.support.arguments import run_args
 

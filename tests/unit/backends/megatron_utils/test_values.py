@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean
-from slime.backends.megatron_utils.data import LossBatch
-from slime.backends.megatron_utils.loss import get_values, loss_function, value_loss_function
-from slime.backends.megatron_utils.model_provider import freeze_parameters
-from slime.backends.megatron_utils.values import ValueHead, add_external_columns, put_value_head
+from slime.backends.megatron_utils.model.provider import freeze_parameters
+from slime.backends.megatron_utils.model.value_head import ValueHead, put_value_head
+from slime.backends.megatron_utils.train.cp_utils import get_sum_of_sample_mean
+from slime.backends.megatron_utils.train.data import LossBatch
+from slime.backends.megatron_utils.train.loss import get_values, loss_function, value_loss_function
+from slime.backends.megatron_utils.train.values import add_external_columns
 from tests.support.arguments import run_args
 
 TOTAL, RESPONSE = [5, 3, 6], [2, 0, 5]

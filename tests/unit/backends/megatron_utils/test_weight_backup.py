@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slime.backends.megatron_utils.policies import WeightBackup
+from slime.backends.megatron_utils.train.weight_backup import WeightBackup
 
 
 def test_roles_take_turns_in_the_same_tensors() -> None:

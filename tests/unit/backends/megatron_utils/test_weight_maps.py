@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.models.facts import families
 from slime.backends.megatron_utils.weights.layouts import QueryKeyValue, RowParallel
 from slime.backends.megatron_utils.weights.maps import FAMILIES, Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.naming import model_family
+from slime.models.facts import families
 from tests.support.arguments import run_args
 
 

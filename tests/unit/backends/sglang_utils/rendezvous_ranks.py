@@ -22,7 +22,7 @@ def sum_over_hosts() -> dict[str, Any]:
         sys.modules[name] = ModuleType(name)
     sys.modules[registry.__name__] = registry
     sys.path.insert(0, str(ENGINE_PLUGIN))
-    from slime_engine_plugin.rendezvous import listen_on_one_address
+    from slime_engine_plugin.server.rendezvous import listen_on_one_address
 
     stores = []
 

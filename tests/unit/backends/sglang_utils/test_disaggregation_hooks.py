@@ -23,13 +23,13 @@ def test_it_polls_with_a_pause_while_requests_wait(
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    for name in ("slime_engine_plugin", "slime_engine_plugin.disaggregation"):
+    for name in ("slime_engine_plugin", "slime_engine_plugin.cpu.disaggregation"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    hooks: Any = importlib.import_module("slime_engine_plugin.disaggregation")
+    hooks: Any = importlib.import_module("slime_engine_plugin.cpu.disaggregation")
     timeouts: list[int] = []
     sleeper = SimpleNamespace(poller=SimpleNamespace(poll=timeouts.append)) if sleeps_on_idle else None
     hooks.wait_for_caches(None, SimpleNamespace(idle_sleeper=sleeper, is_fully_idle=lambda: not has_requests))
     assert timeouts == [hooks.POLL_MS] * polled
-    for name in ("slime_engine_plugin", "slime_engine_plugin.disaggregation"):
+    for name in ("slime_engine_plugin", "slime_engine_plugin.cpu.disaggregation"):
         sys.modules.pop(name, None)

@@ -71,7 +71,7 @@ def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.attention")
+    yield importlib.import_module("slime_engine_plugin.cpu.attention")
     for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
         del sys.modules[name]
 
@@ -202,7 +202,7 @@ def test_memory_is_given_back_by_a_flush_and_after_a_while_without_work(attentio
 
 def test_caches_of_a_cpu_engine_are_in_host_memory(attention, monkeypatch) -> None:
     """SGLang says so of none of them, and of those of a decode engine that they are a GPU's."""
-    carried = importlib.import_module("slime_engine_plugin.disaggregation")
+    carried = importlib.import_module("slime_engine_plugin.cpu.disaggregation")
     for kinds in (None, ["VRAM", "VRAM"]):
         assert carried.in_host_memory(lambda kinds, _: kinds, kinds, 2) == ["DRAM", "DRAM"]
     monkeypatch.setattr(sys, "argv", ["launch_server"])

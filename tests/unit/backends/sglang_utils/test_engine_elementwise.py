@@ -48,7 +48,7 @@ def elementwise(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.elementwise")
+    yield importlib.import_module("slime_engine_plugin.cpu.elementwise")
     for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
         del sys.modules[name]
 
@@ -175,7 +175,7 @@ class Layer:
 @pytest.mark.usefixtures("elementwise")
 @pytest.mark.parametrize("bias", [False, True])
 def test_decoder_layer(bias: bool) -> None:
-    decoder = importlib.import_module("slime_engine_plugin.decoder")
+    decoder = importlib.import_module("slime_engine_plugin.cpu.decoder")
     layer, positions = Layer(decoder, bias=bias), torch.tensor([0, 7, 7, 450, 3])
     hidden, residual = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS, HIDDEN)
     given = hidden.clone(), residual.clone()
@@ -190,7 +190,7 @@ def test_decoder_layer(bias: bool) -> None:
 
 @pytest.mark.usefixtures("elementwise")
 def test_other_decoder_layers_stay_with_sglang() -> None:
-    decoder = importlib.import_module("slime_engine_plugin.decoder")
+    decoder = importlib.import_module("slime_engine_plugin.cpu.decoder")
     layer, positions = Layer(decoder, bias=False), torch.arange(TOKENS)
     hidden = torch.randn(TOKENS, HIDDEN)
     for asked in (

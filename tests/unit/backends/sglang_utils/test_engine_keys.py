@@ -48,10 +48,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch, auth: ModuleType) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.setitem(sys.modules, "sglang.srt.utils.auth", auth)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.keys")
+    ours = ("slime_engine_plugin", "slime_engine_plugin.server.keys")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin import keys
+    from slime_engine_plugin.server import keys
 
     yield keys
     for name in ours:

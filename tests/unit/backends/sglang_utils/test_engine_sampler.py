@@ -44,7 +44,7 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     vars(sys.modules["sglang.srt.layers"])["sampler"] = sys.modules["sglang.srt.layers.sampler"]
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.sampler")
+    yield importlib.import_module("slime_engine_plugin.cpu.sampler")
     for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
         del sys.modules[name]
 
@@ -270,6 +270,6 @@ def test_what_does_not_fit_is_left_to_sglang_with_one_line_each(sampler, caplog,
     plugin = importlib.import_module("slime_engine_plugin")
     monkeypatch.setattr(distributed_c10d, "ProcessGroupGloo", distributed_c10d.ProcessGroupGloo)  # put back afterwards
     plugin.register_faster_on_cpu()  # none fits the stand-in above, but for what is torch's
-    assert [record.args[0] for record in caplog.records] == [m for m in plugin.FASTER_ON_CPU if m != "gloo"]
+    assert [record.args[0] for record in caplog.records] == [m for m in plugin.FASTER_ON_CPU if m != "cpu.gloo"]
     assert distributed_c10d.ProcessGroupGloo.shares_device
     assert all("SGLang's own is used" in record.getMessage() for record in caplog.records)

@@ -20,14 +20,14 @@ SLOTS, CONTEXT, PLACES = 24, 600, 4000
 @pytest.fixture
 def kv_mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.kv_mirror")
+    yield importlib.import_module("slime_engine_plugin.cpu.kv_mirror")
     for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
         del sys.modules[name]
 
 
 @pytest.fixture
 def prefill(kv_mirror: ModuleType) -> ModuleType:
-    return importlib.import_module("slime_engine_plugin.prefill")
+    return importlib.import_module("slime_engine_plugin.cpu.prefill")
 
 
 class Engine:

@@ -24,7 +24,7 @@ def test_hooks_have_the_parameters_of_what_they_replace(monkeypatch: pytest.Monk
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    quantized = importlib.import_module("slime_engine_plugin.quantized")
+    quantized = importlib.import_module("slime_engine_plugin.cpu.quantized")
     note = expected.__setitem__
     monkeypatch.setattr(quantized, "require", lambda target, parameters: note(target, parameters.split()))
     quantized.register()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
-from slime.ray.engines.offload import TAGS
+from slime.ray.manager.engines.offload import TAGS
 
 
 class Registry:
@@ -48,10 +48,10 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
         vars(module).update(attributes)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.pause")
+    ours = ("slime_engine_plugin", "slime_engine_plugin.server.pause")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin import pause
+    from slime_engine_plugin.server import pause
 
     pause.register(on_cpu=False)
     yield registry.hooks

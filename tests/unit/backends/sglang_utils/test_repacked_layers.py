@@ -17,7 +17,7 @@ from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 @pytest.fixture
 def repacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.repacked")
+    yield importlib.import_module("slime_engine_plugin.weights.repacked")
     for name in [name for name in sys.modules if name.startswith("slime_engine_plugin")]:
         del sys.modules[name]
 

@@ -24,10 +24,10 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.request_fields")
+    ours = ("slime_engine_plugin", "slime_engine_plugin.server.request_fields")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin import request_fields
+    from slime_engine_plugin.server import request_fields
 
     yield request_fields
     for name in ours:

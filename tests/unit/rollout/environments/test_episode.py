@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from slime.arguments.files import environments as files
-from slime.ray.rollout_metrics import environment_metrics
+from slime.ray.manager.rollout_metrics import environment_metrics
 from slime.rollout import sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.environments import EnvironmentDataSource, episode

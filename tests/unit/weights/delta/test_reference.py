@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from slime.weights.delta.codec import CorruptDeltaError
 from slime.weights.delta.reference import apply_version
-from slime.weights.safetensors_header import read_header
+from slime.weights.hf.safetensors_header import read_header
 
 OLD = {"a": bytes(range(256)) * 4, "b": b"\x00" * 100, "unchanged": b"same"}
 NEW = {"a": bytes(range(255, -1, -1)) * 4, "b": b"\x00" * 50 + b"\x07\x08" + b"\x00" * 48, "unchanged": b"same"}

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.weights import hf_writer
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf import writer as hf_writer
+from slime.weights.hf.checkpoint import HfCheckpoint
 from slime.weights.quantization import Format, Fp8, Int4, Quantizer
 from slime.weights.quantization.files import ONLY_EXPERTS, quantize_checkpoint, to_bf16
 from slime.weights.quantization.quantizer import ignores, read_format, rules_of

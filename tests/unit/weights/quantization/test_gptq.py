@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slime.weights import hf_writer
-from slime.weights.hf_checkpoint import HfCheckpoint
+from slime.weights.hf import writer as hf_writer
+from slime.weights.hf.checkpoint import HfCheckpoint
 from slime.weights.quantization import Int4, Quantizer, gptq
 from slime.weights.quantization.files import ONLY_EXPERTS, Chosen, quantize_checkpoint, to_bf16
 from slime.weights.quantization.gptq import Calibration, gptq_checkpoint, windows

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from slime.arguments.models.facts import UNSUPPORTED
 from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
+from slime.models.facts import UNSUPPORTED
 
 __all__ = ["FAMILIES", "Family", "Rule", "family_of"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-FASTER_ON_CPU = ("attention", "sampler", "elementwise", "decoder", "gloo")
+FASTER_ON_CPU = ("cpu.attention", "cpu.sampler", "cpu.elementwise", "cpu.decoder", "cpu.gloo")
 """Modules that compute on a CPU what SGLang computes too."""
 
 
@@ -19,18 +19,10 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin import (
-        cpu,
-        disaggregation,
-        files,
-        keys,
-        pause,
-        quantized,
-        rendezvous,
-        repacked,
-        request_fields,
-        start,
-    )
+    from slime_engine_plugin.cpu import cuda_assumptions as cpu
+    from slime_engine_plugin.cpu import disaggregation, quantized
+    from slime_engine_plugin.server import files, keys, pause, rendezvous, request_fields, start
+    from slime_engine_plugin.weights import repacked
 
     on_cpu = not torch.cuda.is_available()
     pause.register(on_cpu)
@@ -41,7 +33,7 @@ def register() -> None:
     rendezvous.register()
     repacked.register(on_cpu)
     if os.environ.get("SLIME_TAKES_ADAPTERS") == "1":
-        from slime_engine_plugin import adapters
+        from slime_engine_plugin.weights import adapters
 
         adapters.register(on_cpu)
     if on_cpu:
@@ -50,8 +42,10 @@ def register() -> None:
         quantized.register()
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
-    register_if_it_fits(["drafts", "changes"], "pushes of changes fail, and a broadcast leaves draft layers out")
-    register_if_it_fits(["p2p"], "--update-weight-transport p2p fails")
+    register_if_it_fits(
+        ["weights.drafts", "weights.changes"], "pushes of changes fail, and a broadcast leaves draft layers out"
+    )
+    register_if_it_fits(["weights.p2p"], "--update-weight-transport p2p fails")
 
 
 def register_faster_on_cpu() -> None:

@@ -1,0 +1,1 @@
+"""What stock packages need on this machine: the adapter for CPUs, repairs of one version."""

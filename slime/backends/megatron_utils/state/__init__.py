@@ -1,0 +1,1 @@
+"""Parallel groups, optimizer and the memory they take."""

@@ -1,0 +1,1 @@
+"""The training process: batches, log-probs, losses, steps, metrics."""

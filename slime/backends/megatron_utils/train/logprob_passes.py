@@ -1,0 +1,315 @@
+"""Forward passes before the steps: log-probs of reference, teacher and old policy, and the call of the schedule."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime.arguments.rules.checkpoints import needs_teacher
+from slime.backends.megatron_utils.lora.adapter import adapters_off
+from slime.backends.megatron_utils.model.mtp_loss import mtp_targets, trains_mtp
+from slime.backends.megatron_utils.state.parallel import is_last_stage, unwrap
+from slime.backends.megatron_utils.train.balancing import Balancing
+from slime.backends.megatron_utils.train.data import (
+    RolloutData,
+    micro_batch_iterators,
+    model_inputs,
+    num_samples,
+    steps_of,
+)
+from slime.backends.megatron_utils.train.hooks import TrainerHooks
+from slime.backends.megatron_utils.train.loss import get_log_probs_and_entropy
+from slime.backends.megatron_utils.train.response_logits import TOP_P_COLUMNS
+from slime.backends.megatron_utils.train.routing_replay import RoutingReplay
+from slime.backends.megatron_utils.train.weight_backup import OLD_ACTOR, TEACHER, WeightBackup
+from slime.batching.ragged_tensor import RaggedTensor
+from slime.observability.timer import timer
+
+Finish = Callable[..., Any]
+
+
+"""From the model's output to what the schedule expects: a loss and its report, or collected data."""
+
+
+def run_schedule(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data: RolloutData,
+    micro_batches: list[list[int]],
+    finish: Callable[[dict[str, Any]], Finish],
+    *,
+    forward_only: bool,
+    routing: RoutingReplay | None = None,
+    balancing: Balancing | None = None,
+) -> list[Any]:
+    """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
+
+    ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
+    one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
+    returned, as non-loss data. ``routing`` and ``balancing`` are given the batch of each forward pass.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
+        batch = next(iterator)
+        inputs = model_inputs(batch)
+        if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
+            inputs["mtp_targets"] = batch.mtp_targets = mtp_targets(args, batch)
+        batch.overwrite_logits = _needs_no_logits(chunk)
+        if may_round_logits(args, chunk):
+            inputs["fp32_output"] = False
+        with ExitStack() as stack:
+            for part in (routing, balancing):
+                if part is not None:
+                    stack.enter_context(part.forward(batch))
+            output = chunk(**inputs)
+        return output, finish(batch)
+
+    reports: list[Any] = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=micro_batch_iterators(args, data, micro_batches, len(model)),
+        model=list(model),
+        num_microbatches=len(micro_batches),
+        seq_length=args.seq_length or 1,
+        micro_batch_size=1,
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+    forget_last_tokens(model)
+    return reports
+
+
+_OF_LAST_TOKENS = (
+    "probs",
+    "local_probs",
+    "routing_map",
+    "token_probs",
+    "token_indices",
+    "dispatched_probs",
+    "dispatched_indices",
+    "dispatched_routing_map",
+)
+
+
+def forget_last_tokens(model: Sequence[torch.nn.Module]) -> None:
+    """Remove what the token dispatchers of experts keep of their last micro-batch.
+
+    Probabilities lead, through autograd's graph, to the recomputed input of their layer and to its gradient: those of
+    all layers would stay while the optimizer steps, and while the trainer is offloaded.
+    """
+    for module in (module for chunk in model for module in chunk.modules()):
+        dispatcher = getattr(module, "token_dispatcher", None)
+        for owner in (dispatcher, getattr(dispatcher, "_comm_manager", None)):  # the second is DeepEP's
+            for name in _OF_LAST_TOKENS:
+                if torch.is_tensor(getattr(owner, name, None)):
+                    setattr(owner, name, None)
+
+
+def _needs_no_logits(chunk: torch.nn.Module) -> bool:
+    """Return whether the model says that its backward pass does not read its output; a user's own may end in a tanh."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model: Any = chunk
+    while isinstance(model, DistributedDataParallel | Float16Module):  # not a wrapper of the user's
+        model = model.module
+    return getattr(model, "logits_may_be_overwritten", False)
+
+
+def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
+    """Return whether the logits may stay in the 16 bits in which the model computes them.
+
+    slime's losses make fp32 numbers of a chunk at a time. A user's loss, and top-p masks, get fp32 logits.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model: Any = chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+    return isinstance(model, Float16Module) and args.loss_type != "custom_loss" and args.rollout_top_p == 1.0
+
+
+_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "lora_dropout")
+
+
+@torch.no_grad()
+def forward_only(
+    args: Namespace,
+    model: Sequence[torch.nn.Module],
+    data: RolloutData,
+    collect: Callable[..., tuple[Tensor, dict[str, list[Tensor]]]],
+    hooks: TrainerHooks,
+    *,
+    store_prefix: str = "",
+    routing: RoutingReplay | None = None,
+    columns: Mapping[str, str] | None = None,
+) -> dict[str, RaggedTensor]:
+    """Run ``model`` over all samples of this rank and return what ``collect`` makes of the logits.
+
+    ``collect`` has the signature of ``loss.get_log_probs_and_entropy``. The result maps ``store_prefix + name`` to a
+    column in the CP-local layout, in the order of ``data``; it is empty except on the last pipeline stage.
+    ``routing`` records or replays in the stage it is in. ``columns``: further columns that ``collect`` takes, where
+    they exist, and under which keyword.
+    """
+    for chunk in model:
+        chunk.eval()
+    if hooks.before_log_prob is not None:
+        hooks.before_log_prob(args, model, store_prefix)
+
+    def collecting(batch: dict[str, Any]) -> Any:
+        return partial(
+            collect,
+            args=args,
+            unconcat_tokens=batch["unconcat_tokens"],
+            total_lengths=batch["total_lengths"],
+            response_lengths=batch["response_lengths"],
+            **{keyword: batch[name] for name, keyword in (columns or {}).items() if batch.get(name) is not None},
+        )
+
+    # The passes have no optimizer step between them: all steps' micro-batches make one long pipeline.
+    micro_batches = [indices for step in steps_of(data) for indices in step]
+    results = run_schedule(args, model, data, micro_batches, collecting, forward_only=True, routing=routing)
+    for chunk in model:
+        chunk.train()
+    if not is_last_stage():
+        return {}
+    collected: dict[str, list[Any]] = {}
+    for indices, (_, values) in zip(micro_batches, results, strict=True):
+        for name, tensors in values.items():
+            column = collected.setdefault(store_prefix + name, [None] * num_samples(data))
+            for index, tensor in zip(indices, tensors, strict=True):
+                column[index] = tensor
+    return {name: RaggedTensor.of(column) for name, column in collected.items()}
+
+
+def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
+    """Return whether the separate old log-prob pass can be left out because its result is known.
+
+    With one optimizer step per rollout the policy that is differentiated *is* the old policy, so its detached
+    log-probs are the old ones, to the bit (ratio 1). That must not hold, or the numbers be wanted before the step, for:
+    KL in the reward, distillation, old weights, routing that the pass records, the user's loss, advantages, data
+    post-processing or hooks around pass and step, the entropy of the pass, dumps of its columns, assertions and traces
+    of it, and what is random in the step and off in the pass.
+    """
+    replays_engine_routing = args.use_rollout_routing_replay
+    return len(data["num_microbatches"]) == 1 and not any(
+        [
+            args.loss_type == "custom_loss",
+            args.kl_coef != 0,
+            args.use_opd,
+            args.keep_old_actor,
+            args.use_routing_replay and not replays_engine_routing,
+            args.custom_advantage_function_path is not None,
+            args.rollout_data_postprocess_path is not None,
+            args.custom_megatron_before_log_prob_hook_path is not None,
+            args.custom_megatron_before_train_step_hook_path is not None,
+            args.use_rollout_entropy,
+            args.save_debug_train_data is not None,
+            args.ci_test,
+            "train_log_probs" in (args.profile_target or ()),
+            *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
+        ]
+    )
+
+
+ACTOR, REFERENCE = "actor", "ref"
+
+
+logger = logging.getLogger(__name__)
+
+
+def drop_precomputed_logprobs(data: RolloutData, *, teacher: bool = False) -> None:
+    """Remove columns that came with the samples under the names of the passes' own (a ``teacher``'s if there is one).
+
+    Where the pass for ``log_probs`` is left out, such a column would be taken for the old policy.
+    """
+    names = ["log_probs", "entropy", "ref_log_probs", "ref_entropy"]
+    names += ["teacher_log_probs", "teacher_entropy"] if teacher else []
+    if given := [name for name in names if data.pop(name, None) is not None]:
+        logger.warning("left out of the train data: %s; the trainer computes what has these names", ", ".join(given))
+
+
+class LogProbPasses:
+    """Adds the columns that come from forward passes with the weights of ``backup``'s tags, as far as they are needed.
+
+    Every method is collective; the columns appear on the last pipeline stage.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: Sequence[torch.nn.Module],
+        backup: WeightBackup,
+        hooks: TrainerHooks,
+        *,
+        with_ref: bool,
+        routing: RoutingReplay,
+    ) -> None:
+        self.args, self.model, self.hooks, self._routing = args, model, hooks, routing
+        self._backup = backup
+        self._others = {REFERENCE: "ref_"} if with_ref else {}
+        if needs_teacher(args):
+            self._others[TEACHER] = "teacher_"
+        self._old_policy = OLD_ACTOR if args.keep_old_actor else ACTOR
+
+    def add_to(self, data: RolloutData) -> None:
+        """Add ``ref_log_probs``, ``teacher_log_probs`` and ``log_probs`` (and entropies when asked for) as needed.
+
+        The weights of the actor are in the model again afterwards, unchanged to the bit, also after an error.
+        """
+        drop_precomputed_logprobs(data, teacher=TEACHER in self._others)
+        passes = dict(self._others)
+        if self._needs_old_policy(data):
+            passes[self._old_policy] = ""
+        if any(tag != ACTOR and not self._is_base(tag) for tag in passes):
+            self._backup.save(ACTOR)
+        try:
+            for tag, prefix in passes.items():
+                with timer(f"{prefix}log_probs"), self._policy(tag):
+                    with self._routing.old_policy() if tag == self._old_policy else nullcontext():
+                        data.update(self._forward_only(data, prefix))
+        finally:
+            self._backup.activate(ACTOR)
+
+    def _is_base(self, tag: str) -> bool:
+        """Return whether the policy is the actor without its adapters."""
+        return tag == REFERENCE and bool(self.args.lora_rank)
+
+    @contextmanager
+    def _policy(self, tag: str) -> Iterator[None]:
+        base = self._is_base(tag)
+        self._backup.activate(ACTOR if base else tag)
+        with adapters_off(self.model) if base else nullcontext():
+            yield
+
+    def _needs_old_policy(self, data: RolloutData) -> bool:
+        args = self.args
+        records_routing = args.use_routing_replay and not args.use_rollout_routing_replay
+        if args.use_rollout_entropy or records_routing:
+            return True
+        mismatch = args.get_mismatch_metrics
+        if args.use_rollout_logprobs and not mismatch:
+            return False  # the engines' log-probs are the old ones
+        return not old_log_probs_equal_current(args, data)
+
+    def _forward_only(self, data: RolloutData, prefix: str) -> dict[str, RaggedTensor]:
+        def collect(*inputs: Any, **keywords: Any) -> Any:
+            with_entropy = self.args.use_rollout_entropy
+            return get_log_probs_and_entropy(*inputs, with_entropy=with_entropy, **keywords)
+
+        return forward_only(
+            self.args,
+            self.model,
+            data,
+            collect,
+            self.hooks,
+            store_prefix=prefix,
+            routing=self._routing,
+            columns=TOP_P_COLUMNS,
+        )

@@ -1,0 +1,1 @@
+"""Faster kernels and stand-ins on a CPU."""

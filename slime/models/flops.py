@@ -1,0 +1,109 @@
+"""Forward FLOPs of a transformer per sequence: the weight by which work is balanced and throughput reported."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from slime.models.shape import LayerKind, ModelShape, model_shape
+
+
+@dataclass(frozen=True)
+class FlopsModel:
+    """Forward FLOPs of a sequence of L tokens are ``linear * L + quadratic * L^2`` (causal attention counts half)."""
+
+    linear: float
+    quadratic: float
+
+    def forward(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return float64 [n], forward FLOPs of each sequence."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        return self.linear * tokens + self.quadratic * tokens * tokens
+
+
+def flops_model(args: Namespace, *, mtp: bool = False) -> FlopsModel:
+    """Return the FLOPs of the model that ``args`` describe; with ``mtp`` those of its MTP layers too.
+
+    Raises ValueError when the model is not described.
+    """
+    return flops_of_shape(model_shape(args), mtp=mtp)
+
+
+def forward_flops(args: Namespace, lengths: Sequence[int], *, mtp: bool = False) -> float:
+    """Return the FLOPs of one forward pass over these sequences, on all ranks together."""
+    return float(flops_model(args, mtp=mtp).forward(lengths).sum())
+
+
+def flops_of_shape(shape: ModelShape, *, mtp: bool = False) -> FlopsModel:
+    """Return the FLOPs of matrix products, two per multiply-add, as ``torch.utils.flop_counter`` counts them.
+
+    Counted per layer: the projections, scores and values of attention (or the gated delta rule), and the MLP or the
+    router, the ``top_k`` routed experts of a token and the shared expert; once: the output layer over the padded
+    vocabulary. A causal mask leaves half of the scores. Each MTP layer (DeepSeek-V3, https://arxiv.org/abs/2412.19437,
+    section 2.2) has the projection of hidden state and embedding, a layer with softmax attention, and the output layer.
+
+    Not counted: what is not a matrix product (norms, activations, rotary embeddings, softmax, the look-up of
+    embeddings) and the indexer of sparse attention.
+    """
+    layers = list(shape.kinds)
+    head = 2 * shape.hidden * shape.vocab
+    linear = head
+    if mtp and shape.mtp:
+        layers += [LayerKind(linear=False, moe=shape.kinds[-1].moe)] * shape.mtp
+        linear += shape.mtp * (2 * 2 * shape.hidden * shape.hidden + head)
+    for kind in layers:
+        linear += _linear_attention(shape) if kind.linear else _attention_projections(shape)
+        linear += _experts(shape) if kind.moe else _mlp(shape, shape.hidden, shape.ffn)
+    d_qk, d_v = (shape.latent.query_dim, shape.latent.v_dim) if shape.latent else (shape.head_dim, shape.head_dim)
+    softmax_layers = sum(not kind.linear for kind in layers)
+    # Scores and values are 2 * L^2 * d each per head, of which a causal mask needs half.
+    return FlopsModel(linear=float(linear), quadratic=float(softmax_layers * shape.heads * (d_qk + d_v)))
+
+
+def _attention_projections(shape: ModelShape) -> int:
+    """Query (with its output gate), key, value and output; with MLA through the low ranks (arXiv 2405.04434, 2.1)."""
+    hidden, heads, latent = shape.hidden, shape.heads, shape.latent
+    if latent is None:
+        query = heads * shape.head_dim * (2 if shape.output_gate else 1)
+        return 2 * hidden * (query + 2 * shape.groups * shape.head_dim + heads * shape.head_dim)
+    if latent.q_rank:
+        query = latent.q_rank * (hidden + heads * latent.query_dim)
+    else:
+        query = hidden * heads * latent.query_dim
+    down = hidden * (latent.kv_rank + latent.rope_dim)
+    up = latent.kv_rank * heads * (latent.qk_dim + latent.v_dim)
+    return 2 * (query + down + up + heads * latent.v_dim * hidden)
+
+
+def _linear_attention(shape: ModelShape) -> int:
+    """Gated delta net (https://arxiv.org/abs/2412.06464) per token, counted as in Megatron-LM's ``training.py``.
+
+    Projections of queries, keys, values, output gates and the two numbers per head; the causal convolution; the
+    recurrent delta rule with four products of the state's size [key_dim, value_dim] per head. A chunked kernel does
+    more work, which depends on the size of its chunks.
+    """
+    net = shape.linear
+    assert net is not None
+    projected = 2 * net.keys + 2 * net.values + 2 * net.value_heads
+    convolution = net.kernel * (2 * net.keys + net.values)
+    delta_rule = 4 * net.value_heads * net.key_dim * net.value_dim
+    return 2 * (shape.hidden * projected + convolution + delta_rule + net.values * shape.hidden)
+
+
+def _mlp(shape: ModelShape, hidden: int, width: int) -> int:
+    return 2 * (3 if shape.gated else 2) * hidden * width
+
+
+def _experts(shape: ModelShape) -> int:
+    experts = shape.experts
+    assert experts is not None
+    flops = 2 * shape.hidden * experts.number  # the router
+    flops += experts.top_k * _mlp(shape, experts.latent or shape.hidden, experts.ffn)
+    if experts.latent:
+        flops += 2 * 2 * shape.hidden * experts.latent  # into the latent space and back
+    if experts.shared:
+        flops += _mlp(shape, shape.hidden, experts.shared) + 2 * shape.hidden * experts.shared_gate
+    return flops

@@ -1,0 +1,1 @@
+"""Would this run work? ``plan`` computes, ``look`` tries."""

@@ -1,0 +1,192 @@
+"""The run's hooks: each is looked up and its signature compared, and custom rewards are called once."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import math
+import numbers
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slime.arguments.files.environments import environments_of
+from slime.preflight.look import Findings
+from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
+from slime.rollout.hooks.hook import Hook, checked_hook, make_hook
+from slime.utils.types import Sample
+from slime.utils.user_code import root_cause, users_line
+
+DEADLINE_S = 10.0
+ANSWER = "The answer is \\boxed{42}."
+_GIVES_REWARDS_ANOTHER_FORM = ("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path")
+
+
+_NOT_HERE = (
+    "torch",
+    "ray",
+    "megatron",
+    "sglang",
+    "sglang_router",
+    "transformers",
+    "flash_attn",
+    "transformer_engine",
+    "triton",
+)
+"""Packages of a training machine, which one that only plans need not have."""
+
+
+def look_at_hooks(args: Namespace, dry_run: bool, found: Findings) -> bool:
+    """Report every hook that cannot be imported or called; return whether all can be."""
+    good = True
+    for path, contract, flag in _named(args):
+        found.begins(f"the import of {flag} {path}")
+        try:
+            checked_hook(path, contract, flag)
+        except Exception as e:  # noqa: BLE001  (whatever a user's module raises is reported)
+            good = False
+            root = root_cause(e)
+            missing = (root.name or "").partition(".")[0] if isinstance(root, ModuleNotFoundError) else ""
+            if dry_run and missing in _NOT_HERE:
+                found.unchecked.append(f"{flag} {path}: {missing} is not installed on this machine")
+                continue
+            line = users_line(e)
+            found.errors.append(f"{e} (at {line})" if line else str(e))
+        except SystemExit as e:
+            good = False
+            found.errors.append(f"{flag} {path}: importing its module called exit({e.code}) (at {users_line(e)})")
+    return good
+
+
+def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
+    """Every dotted path, how its function is called, and the flag (or place in a file) that names it."""
+    replays = args.load_debug_rollout_data is not None
+    contracts = {name: c for name, c in CONTRACTS.items() if not (replays and c.generates)}
+    if not args.debug_rollout_only:
+        from slime.backends.megatron_utils import import_megatron
+        from slime.backends.megatron_utils.train import hooks
+
+        given = {name: contract for name, contract in hooks.CONTRACTS.items() if getattr(args, name, None)}
+        if given:
+            import_megatron()  # modules of trainer hooks find Megatron as it is in a trainer
+        contracts |= given
+    for name, contract in contracts.items():
+        value = getattr(args, name, None) or []
+        for path in [value] if isinstance(value, str) else value:
+            yield path, contract, contract.flag
+    for entry in environments_of(args).values() if not replays else []:
+        yield entry.path, ENVIRONMENT, f"environment {entry.name!r}"
+    for dataset in [] if replays or args.eval_interval is None else args.eval_datasets:
+        for name in ("custom_generate_function_path", "custom_rm_path"):
+            if path := getattr(dataset, name, None):
+                yield path, CONTRACTS[name], f"--eval-config, data set {dataset.name!r}, {name}"
+
+
+def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:
+    """Score a made-up answer to the first prompt of each file (``samples``, by its flag), as the run would."""
+    if args.debug_train_only:
+        return
+    calls: dict[str, tuple[Hook, str, Sample]] = {}
+    for flag, sample in samples.items():
+        path = args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path
+        if path and not path.startswith("slime.") and path not in calls:  # those ask servers
+            calls[path] = (make_hook(path, "custom_rm_path"), flag, sample)
+    for hook, flag, sample in calls.values():
+        _look_at_custom(args, hook, sample, found, group=args.group_rm and not flag.startswith("--eval"))
+
+
+def _look_at_custom(args: Namespace, hook: Hook, sample: Sample, found: Findings, *, group: bool) -> None:
+    found.begins(f"the call of {hook} on a made-up answer")
+    answers = [_answer(sample, number) for number in range(args.n_samples_per_prompt if group else 1)]
+    try:
+        reward = _call(hook, args, answers if group else answers[0])
+    except _NoAnswer:
+        found.warnings.append(f"{hook} has not scored a made-up answer within {DEADLINE_S:.0f} s")
+        return
+    except Exception as e:  # noqa: BLE001  (reported)
+        root, line = root_cause(e), users_line(e)
+        found.warnings.append(
+            f"{hook} raised {type(root).__name__}: {root}" + (f" (at {line})" if line else "")
+            + f" for a made-up answer to the first prompt, {ANSWER!r}"
+        )  # fmt: skip
+        return
+    problem = _problem(args, reward, len(answers) if group else None)
+    if problem is None:
+        return
+    message = f"{hook} returned {problem}, for a made-up answer to the first prompt, {ANSWER!r}"
+    (found.warnings if is_filled_in_later(args, sample) else found.errors).append(message)
+
+
+def _answer(prompt: Sample, number: int) -> Sample:
+    sample = copy.deepcopy(prompt)
+    sample.index, sample.group_index, sample.status = number, 0, Sample.Status.COMPLETED
+    sample.response, sample.tokens = ANSWER, [0, *range(1, len(ANSWER))]
+    sample.response_length = len(ANSWER) - 1
+    return sample
+
+
+class _NoAnswer(Exception):
+    pass
+
+
+def _call(hook: Hook, args: Namespace, answers: Sample | list[Sample]) -> Any:
+    """Call the reward on an event loop of its own, in a thread: a coroutine function may block it for ever."""
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    async def score() -> Any:
+        return await hook.awaited_off_loop(args, answers)
+
+    def work() -> None:
+        try:
+            result.set_result(asyncio.run(score()))
+        except BaseException as e:  # noqa: BLE001  (raised again where it is waited for)
+            result.set_exception(e)
+
+    threading.Thread(target=work, daemon=True).start()
+    if not concurrent.futures.wait([result], DEADLINE_S).done:
+        raise _NoAnswer
+    return result.result()
+
+
+def is_filled_in_later(args: Namespace, sample: Sample) -> bool:
+    """Whether functions of the user's may give a sample what the reward reads."""
+    return bool(
+        args.custom_generate_function_path or sample.generate_function_path or args.rollout_sample_hook_path
+        or not args.rollout_function_path.startswith("slime.")
+    )  # fmt: skip
+
+
+def _problem(args: Namespace, reward: Any, count: int | None) -> str | None:
+    """Return what was returned and what was expected; None for what can be a reward."""
+    if count is not None:
+        if not isinstance(reward, (list, tuple)) or len(reward) != count:
+            return f"{_shown(reward)} and must return a list of {count} rewards (--group-rm)"
+        return next((problem for one in reward if (problem := _problem(args, one, None))), None)
+    if any(getattr(args, name) for name in _GIVES_REWARDS_ANOTHER_FORM):
+        return None
+    if isinstance(reward, Mapping):
+        if args.reward_key is None:
+            return f"{_shown(reward)}; --reward-key must say which of its entries is the reward"
+        if args.reward_key not in reward:
+            return f"{_shown(reward)}, which has no entry --reward-key {args.reward_key}"
+        reward = reward[args.reward_key]
+    elif args.reward_key is not None:
+        return f"{_shown(reward)}; with --reward-key {args.reward_key} a dict is expected"
+    if not _is_number(reward):
+        return f"{_shown(reward)}; a finite number is expected"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, numbers.Real) or hasattr(value, "item"):  # those of NumPy and PyTorch too
+        try:
+            return math.isfinite(float(value))
+        except (TypeError, ValueError):
+            return False
+    return False
+
+
+def _shown(value: Any) -> str:
+    return "nothing (None)" if value is None else f"{type(value).__name__} {value!r:.80}"

@@ -1,0 +1,1 @@
+"""The rollout manager process."""

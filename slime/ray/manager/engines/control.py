@@ -1,0 +1,312 @@
+"""The rollout manager's methods that concern engines."""
+
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from slime.arguments.placement import engine_sizes, models_of
+from slime.ray.manager.engines import canary
+from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.members import EngineChangeError, Member, State
+from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
+from slime.servers.engine_client import EngineClient, WeightCheck
+from slime.servers.http_utils import get_http_client
+from slime.servers.types import EngineInfo
+from slime.utils import async_utils
+
+INTERRUPT_INTERVAL_S = 0.2
+
+
+class Lock:
+    """An actor that one caller at a time may hold; callers that do not get it poll."""
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def acquire(self) -> bool:
+        """Take the lock; False when it is taken."""
+        free, self._held = not self._held, True
+        return free
+
+    def release(self) -> None:
+        """Release the lock."""
+        self._held = False
+
+
+class EngineControl:
+    """The engines of a run for the driver, the trainers and slime <= 0.3.1; ``fleet`` is None without any.
+
+    The subclass sets ``fleet``, starts it and then sets ``_engines_ready``. The fleet reports engine failures to it.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self.args = args
+        self.fleet: ElasticFleet | None = None
+        self._failure: Exception | None = None
+        self._over = threading.Event()
+        self._engines_ready = threading.Event()
+        self._weights_needed = threading.Event()
+        self._generating = threading.Lock()
+        """Held by the rollout or the evaluation in progress."""
+        self._lock: Any = None
+
+    @reports_errors
+    def get_updatable_engines(self) -> list[EngineInfo]:
+        """Return the engines that follow the trainer's weights, once they are ready."""
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.offer()
+
+    @reports_errors
+    def get_updatable_engines_and_lock(self) -> tuple[list[EngineInfo], Any, int, list[int], list[int], list[Any]]:
+        """Return what a trainer of slime <= 0.3.1 requests before a push.
+
+        That is the engines, a lock (an actor with ``acquire() -> bool`` and ``release()``), how many of the engines
+        wait for their first push, and per engine the number of its GPUs, the first of them, and its parallel sizes.
+        """
+        engines = self.get_updatable_engines()
+        if self._lock is None:
+            self._lock = ray.remote(Lock).options(num_cpus=0).remote()
+        plans = [] if self.fleet is None else [member.engine.plan for member in self.fleet.offered]
+        sizes = [engine_sizes(self.args, plan) for plan in plans]
+        return (
+            engines,
+            self._lock,
+            0 if self.fleet is None else self.fleet.num_new,
+            [engine.num_gpus for engine in engines],
+            [engine.gpu_offset for engine in engines],
+            [{"tp_size": size.tp, "pp_size": size.pp, "ep_size": size.ep} for size in sizes],
+        )
+
+    @reports_errors
+    def recover_updatable_engines(self) -> int:
+        """Before a push of weights: wait until lost engines have been started again (``--use-fault-tolerance``).
+
+        Returns how many engines wait for weights. They are among the updatable ones and get no requests before
+        ``clear_updatable_num_new_engines``; until then nothing checks the engines' health.
+        """
+        if self.fleet is None:
+            return 0
+        self._wait_for_engines()
+        return self.fleet.recover()
+
+    @reports_errors
+    def load_weights(self, directory: str, version: int, synchronous_loop: bool) -> None:
+        """Let the engines last offered load ``version`` of the weights from its directory."""
+        if self.fleet is not None:
+            load_weights_from_disk(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
+
+    @reports_errors
+    def clear_updatable_num_new_engines(self, version: int | None = None) -> None:
+        """After a push of weights: send requests to the engines that were new.
+
+        All engines have ``version`` now: what is asked from here on must not be answered with an older one.
+        """
+        if self.fleet is not None:
+            self._weights_needed.clear()
+            for model in self.fleet.models if version is not None else ():
+                if model.update_weights:
+                    get_http_client().answers.oldest_version[model.running_router.url] = int(version or 0)
+            self.fleet.admit()
+
+    @reports_errors
+    def mark_unreachable_engines_dead(self, hanging: Mapping[str, str] | None = None) -> None:
+        """After a failed push: continue without the engines that have exited or do not respond.
+
+        ``hanging``: engine URL -> the call of the push that it did not answer; it may well answer others.
+        """
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.mark_unreachable_dead(hanging)
+
+    def health_monitoring_pause(self) -> None:
+        """Stop health checks until ``health_monitoring_resume``, or the next rollout or evaluation."""
+        if self.fleet is not None:
+            self.fleet.pause_checks()
+
+    def health_monitoring_resume(self) -> None:
+        """Check the engines' health from now on, after ``--rollout-health-check-first-wait``."""
+        if self.fleet is not None:
+            self.fleet.resume_checks()
+
+    # Engines that join and leave (``slime engines``)
+
+    @reports_errors
+    def deployment(self) -> dict[str, dict[str, Any]]:
+        """Return, by model, its checkpoint, the URL of its router, and its engines with their state."""
+        if self.fleet is None:
+            return {}
+        self._wait_for_engines()
+        paths = {model.name: model.model_path for model in models_of(self.args) or ()}
+        return {
+            model.name: {
+                "model_path": paths.get(model.name, self.args.hf_checkpoint),
+                "router": model.running_router.url,
+                "engines": [
+                    {
+                        "rank": member.rank,
+                        "url": None if member.info is None else member.info.url,
+                        "worker_type": member.engine.plan.worker_type,
+                        "slots": member.engine.plan.num_gpus,
+                        "state": member.state.value,
+                    }
+                    for member in model.of(*State)
+                ],
+            }
+            for model in self.fleet.models
+        }
+
+    @reports_errors
+    def add_engines(self, model: str | None = None, count: int = 1, worker_type: str | None = None) -> list[int]:
+        """Start more engines of ``model`` in the background; return their numbers. See ``ElasticFleet.add``."""
+        return self._elastic().add(model, count, worker_type)
+
+    @reports_errors
+    def drain_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
+        """Send no more requests to the engines ``ranks``; return when they hold none, and how many were aborted."""
+        return self._elastic().take_off(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+
+    @reports_errors
+    def remove_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
+        """``drain_engines``, and end them."""
+        return self._elastic().remove(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+
+    @reports_errors
+    def offload(self) -> None:
+        """Release the memory (weights and key-value cache) of the engines that share devices with the trainer."""
+        self.health_monitoring_pause()
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.release_memory()
+
+    @reports_errors
+    def onload(self, tags: Sequence[str] | None = None) -> None:
+        """Reallocate the memory that engines have released: everything, or only ``tags``."""
+        if self.fleet is not None:
+            self._wait_for_engines()
+            self.fleet.resume_memory(tags)
+
+    def onload_weights(self) -> None:
+        """Reallocate the memory that weights are pushed into."""
+        self.onload(["weights"])
+
+    def onload_kv(self) -> None:
+        """Reallocate what generation needs besides weights."""
+        self.onload(["kv_cache", "cuda_graph"])
+
+    @reports_errors
+    def check_weights(self, action: WeightCheck) -> list[Any]:
+        """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all engines that serve
+        the trainer's weights.
+        """
+        if self.fleet is None:
+            return []
+        self._wait_for_engines()
+        return self.fleet.check_weights(action)
+
+    @reports_errors
+    def ask_canary(self) -> dict[str, list[float]]:
+        """Return, by engine, the log-probs of a fixed prompt with the trainer's weights; see ``canary.ask``."""
+        if self.fleet is None:
+            return {}
+        self._wait_for_engines()
+        return canary.ask(self.args, self.fleet.models)
+
+    def wait_until_weights_needed(self) -> None:
+        """Return when the run is over; raise ``EnginesNeedWeights`` when no engine serves and restarted ones wait for
+        weights.
+        """
+        self._weights_needed.wait()
+        if not self._over.is_set():
+            raise EnginesNeedWeights("every engine was lost; those that were restarted wait for weights")
+
+    def needs_weights(self) -> bool:
+        """True from the moment that ``wait_until_weights_needed`` raises until engines serve again."""
+        return self._weights_needed.is_set() and not self._over.is_set()
+
+    def wait_for_failure(self) -> None:
+        """Return when the run is over; raise ``EngineDied`` when a router or a model's last engine ends before."""
+        self._over.wait()
+        if isinstance(self._failure, EngineDied):
+            raise self._failure
+
+    # Events of the fleet
+
+    def engines_failed(self, failure: EngineDied) -> None:
+        """The run cannot continue: see ``fleet.Events``."""
+        self._failure = failure
+        self._end_waits()
+        async_utils.interrupt(failure)
+        threading.Thread(target=self._interrupt_until_idle, args=(failure,), name="engine-failure", daemon=True).start()
+
+    def engines_need_weights(self) -> None:
+        """No engine serves, and one could: see ``fleet.Events``."""
+        self._weights_needed.set()
+
+    # Inside
+
+    def _elastic(self) -> ElasticFleet:
+        if self.fleet is None:
+            raise EngineChangeError("the run has no engines (--debug-train-only)")
+        self._wait_for_engines()
+        return self.fleet
+
+    def _interrupt_until_idle(self, failure: EngineDied) -> None:
+        """Interrupt what is in progress until it ends: it may have begun to wait after the first interrupt."""
+        while not self._generating.acquire(timeout=INTERRUPT_INTERVAL_S):
+            async_utils.interrupt(failure)
+        self._generating.release()
+
+    def _end_waits(self) -> None:
+        self._over.set()
+        self._weights_needed.set()
+
+    def _wait_for_engines(self) -> None:
+        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
+        if self.fleet is not None:
+            self._engines_ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
+
+def load_weights_from_disk(
+    args: Namespace, members: Sequence[Member], directory: str, version: int, *, synchronous_loop: bool
+) -> None:
+    """Let every engine load the checkpoint in ``directory`` and report ``version``.
+
+    With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.
+    Then: pause, flush, load, verify, continue. Raises WeightSyncError naming the engines that failed or are late; all
+    of them stay paused then.
+    """
+    from slime.weight_sync import resolve_pause_mode, steps
+    from slime.weight_sync.fanout import FanOut
+
+    timeout = float(args.weight_sync_timeout)
+    infos = [member.known_info for member in members]
+    clients = [EngineClient.of(info, timeout) for info in infos]
+    member_of = dict(zip(clients, members, strict=True))
+    paths = dict.fromkeys(clients, directory)
+    control = FanOut(clients)
+    try:
+        steps.health_check(control, timeout)
+        if args.update_weight_local_checkpoint_dir is not None:
+            copies = control.call(
+                f"copy {directory} to its host", lambda c: member_of[c].engine.pull_weights(directory, timeout), timeout
+            )
+            paths = dict(zip(clients, copies, strict=True))
+        steps.pause_and_flush(control, resolve_pause_mode(args, synchronous_loop), timeout)
+        hint = " (a path that their hosts must share with the trainers)" if args.rollout_external else ""
+        control.call(
+            f"load {directory}{hint}",
+            lambda c: c.update_weights_from_disk(paths[c], flush_cache=False, weight_version=str(version)),
+            timeout,
+        )
+        steps.verify_and_continue(control, version, timeout)
+    finally:
+        control.close()
