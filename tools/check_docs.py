@@ -26,6 +26,7 @@ from tools import (
     gen_model_scripts,
     gen_models_doc,
     gen_quick_start_doc,
+    gen_rewards_doc,
 )
 from tools.doc_commands import ROOT, check_fence, check_spans
 from tools.markdown import Page, read_page
@@ -36,7 +37,14 @@ INDEX = ROOT / "docs" / "en" / "README.md"
 TOP = ("README.md", "CONTRIBUTING.md")
 GENERATED = {
     module.PAGE: module
-    for module in (gen_arguments_doc, gen_config_files_doc, gen_examples_doc, gen_models_doc, gen_quick_start_doc)
+    for module in (
+        gen_arguments_doc,
+        gen_config_files_doc,
+        gen_examples_doc,
+        gen_models_doc,
+        gen_quick_start_doc,
+        gen_rewards_doc,
+    )
 }
 """Page that is generated, as a whole or in part -> the module whose ``render()`` returns it."""
 QUOTES = (gen_arguments_doc.PAGE,)

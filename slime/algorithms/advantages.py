@@ -1,12 +1,15 @@
 """Advantages and returns: of one reward per sample, and generalized advantage estimation with a value function.
 
-All take whole responses (under context parallelism the outcome of ``reinforce_plus_plus`` and of GAE depends on tokens
-of other ranks: gather, compute, slice) and return one tensor [response_length_i] per sample.
+First the functions that the table ``slime.algorithms.estimators`` names, which take this rank's part of a batch. The
+formulas below them take whole responses (under context parallelism the outcome of ``reinforce_plus_plus`` and of GAE
+depends on tokens of other ranks: gather, compute, slice) and return one tensor [response_length_i] per sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +19,94 @@ from torch.nn.utils.rnn import pad_sequence
 from slime.algorithms.trained_tokens import TrainedTokens
 
 Rewards = Sequence[float] | Tensor
+Column = list[Tensor]
+"""One tensor per sample."""
+
+
+class Layout(Protocol):
+    """Which response tokens of the batch this context-parallel rank holds."""
+
+    def local(self, column: Sequence[Tensor], /) -> Sequence[Tensor]:
+        """Cut whole responses [response_length_i] to this rank's parts [n_local_i]."""
+
+    def whole(self, column: Sequence[Tensor], /) -> Column:
+        """Join the parts of all ranks to whole responses (collective)."""
+
+
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """A rank's samples, as the function of an estimator gets them.
+
+    rewards: one per sample, minus the estimator's baseline. kl [n_local_i]: to the reference, 0 without ``--kl-coef``.
+    loss_masks [response_length_i]: of whole responses. values [n_local_i]: the critic's. response_kl: one per sample,
+    the KL summed over the response, minus the baseline, for estimators with ``kl="response"``.
+    """
+
+    rewards: Sequence[float]
+    kl: Sequence[Tensor]
+    loss_masks: Sequence[Tensor]
+    layout: Layout
+    values: Sequence[Tensor] = ()
+    response_kl: Sequence[float] = ()
+
+
+# Functions of the table: (advantages, returns), each [n_local_i]
+
+
+def grpo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+    """GRPO, GSPO and CISPO: the reward at every token."""
+    return _as_advantages(get_grpo_returns(inputs.rewards, inputs.kl))
+
+
+def reinforce_plus_plus(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+    """REINFORCE++; zeros for a sample without a trained token, say one whose reward failed."""
+    kl = inputs.layout.whole(inputs.kl)
+    returns = [torch.zeros_like(values) for values in kl]
+    trained = [i for i, mask in enumerate(inputs.loss_masks) if bool((mask != 0).any())]
+    lengths = [inputs.loss_masks[i].size(0) for i in trained]
+    found = get_reinforce_plus_plus_returns(
+        [inputs.rewards[i] for i in trained],
+        [kl[i] for i in trained],
+        [inputs.loss_masks[i] for i in trained],
+        lengths,
+        lengths,
+        args.kl_coef,
+        args.gamma,
+    )
+    for i, values in zip(trained, found, strict=True):
+        returns[i] = values
+    return _as_advantages(list(inputs.layout.local(returns)))
+
+
+def reinforce_plus_plus_baseline(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+    """REINFORCE++-baseline: the reward minus each token's KL."""
+    return _as_advantages(
+        get_reinforce_plus_plus_baseline_advantages(inputs.rewards, inputs.kl, inputs.loss_masks, args.kl_coef)
+    )
+
+
+def rloo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+    """RLOO: the reward minus the KL of the response, at every token."""
+    return _as_advantages(get_rloo_advantages(inputs.rewards, inputs.kl, inputs.response_kl, args.kl_coef))
+
+
+def ppo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+    """PPO: generalized advantage estimation over the trained tokens, with the critic's values."""
+    trained = TrainedTokens(inputs.loss_masks)
+    kls, values = (trained.close_up(inputs.layout.whole(column)) for column in (inputs.kl, inputs.values))
+    per_token = [token_rewards(reward, kl, args.kl_coef) for reward, kl in zip(inputs.rewards, kls, strict=True)]
+    found = get_advantages_and_returns_batch(
+        trained.lengths, trained.lengths, values, per_token, args.gamma, args.lambd
+    )
+    advantages, returns = (list(inputs.layout.local(trained.spread(column))) for column in found)
+    return advantages, returns
+
+
+def _as_advantages(returns: Column) -> tuple[Column, Column]:
+    return [values.clone() for values in returns], returns
+
+
+# Advantages of one reward per sample
 
 
 def get_grpo_returns(rewards: Rewards, kl: Sequence[Tensor]) -> list[Tensor]:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from slime.algorithms.estimators import estimator_of
 from slime.utils.types import Sample
 
-_CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
-_SCALED = ("grpo", "gspo", "cispo")
 _EPSILON = 1e-6
 
 
@@ -27,10 +26,10 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[Any
 def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any] | None = None) -> list[float]:
     """Return the rewards to train on, one per sample.
 
-    With ``args.rewards_normalization`` and an estimator of the GRPO family (grpo, gspo, cispo,
-    reinforce_plus_plus_baseline, rloo) rewards are centered per group: on the group's mean, for rloo on the mean of the
-    group's other trajectories. For the first three they are divided by the group's standard deviation unless
-    ``args.grpo_std_normalization`` is off. Other estimators get raw rewards. A group is what shares a ``group_index``,
+    With ``args.rewards_normalization`` and an estimator that has a ``baseline`` rewards are centered per group: on the
+    group's mean, or on the mean of the group's other trajectories (leave one out). With ``scale_by_std`` they are
+    divided by the group's standard deviation unless ``args.grpo_std_normalization`` is off.
+    Other estimators get raw rewards. A group is what shares a ``group_index``,
     however many samples that are, but for those whose reward failed, which get 0; without any index, consecutive runs
     of ``n_samples_per_prompt`` when the count is that of a full rollout. A trajectory (``rollout_id``) of several
     samples counts once in the statistics, unless ``args.reward_statistics`` is "samples".
@@ -39,15 +38,16 @@ def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequenc
     """
     raw = [sample.get_reward_value(args) for sample in samples] if raw_rewards is None else raw_rewards
     rewards = [_finite(sample, reward) for sample, reward in zip(samples, raw, strict=True)]
-    if args.advantage_estimator not in _CENTRED or not args.rewards_normalization:
+    estimator = estimator_of(args)
+    if estimator.baseline is None or not args.rewards_normalization:
         return rewards
     groups: list[Hashable] = [
         ("no reward", position) if reward_failed(sample) else group
         for position, (sample, group) in enumerate(zip(samples, _groups(args, samples), strict=True))
     ]
-    if args.advantage_estimator == "rloo":
+    if estimator.baseline == "leave_one_out":
         return leave_one_out(rewards, groups, [sample.rollout_id for sample in samples])
-    scale = args.advantage_estimator in _SCALED and args.grpo_std_normalization
+    scale = estimator.scale_by_std and args.grpo_std_normalization
     ids = [sample.rollout_id for sample in samples] if args.reward_statistics == "trajectories" else None
     return normalize_by_group(rewards, groups, ids, divide_by_std=scale)
 

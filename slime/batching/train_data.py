@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+from slime.algorithms.estimators import estimator_of
 from slime.batching.columns import OBJECT_FIELDS, WHOLE_FIELDS, fill_rollout_ids
 from slime.batching.errors import TrainDataError
 from slime.batching.validate import IDS, OFFSETS, has_entries
@@ -61,7 +62,7 @@ def build_train_data(
             validate_routed_experts(args, samples)
         experts = [_present(sample, "rollout_routed_experts") for sample in samples]
         data["rollout_routed_experts"] = [compact_experts(ids, args.num_experts) for ids in experts]
-    if args.advantage_estimator == "rloo" and args.kl_coef != 0:
+    if args.kl_coef != 0 and estimator_of(args).kl == "response":
         data["group_indices"] = [sample.group_index for sample in samples]
     data.update(_optional(samples))
     return data

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from slime.algorithms.reward_types import REWARD_TYPES
 from slime.rollout.rm_hub import async_rm, extract_boxed_answer, rules
 from slime.rollout.rm_hub.errors import RewardErrors
 from slime.rollout.rm_hub.failure import RewardFailure
@@ -77,7 +78,7 @@ def outcome(compute):
         return f"{type(e).__name__}: {e}"
 
 
-OWN_RULES = sorted(set(rules.RULES) - {"ifbench", "math_verify"})  # those are programs of others
+OWN_RULES = sorted(kind.name for kind in REWARD_TYPES.values() if kind.rule and kind.module is None)
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
+from slime.algorithms.reward_types import unboxed
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.schema import Count, FileModel, Number, check_unique, unknown_key, validate
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
@@ -313,7 +314,7 @@ def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any], rm_types: 
     rm_type = nearest.get("rm_type")
     if rm_type is None or nearest.get("custom_rm_path") is not None:
         return False
-    return rm_types is None or str(rm_type).strip().removeprefix("boxed_") in rm_types
+    return rm_types is None or unboxed(str(rm_type)) in rm_types
 
 
 def own_path(dataset: Any, name: str) -> str | None:

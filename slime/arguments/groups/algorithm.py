@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from slime.algorithms.estimators import ESTIMATORS, WITH_CRITIC, names_where
 from slime.arguments.group import ArgumentGroup, DottedPath, flag
+
+if TYPE_CHECKING:
+    EstimatorName = str
+else:
+    EstimatorName = Literal[tuple(ESTIMATORS)]
 
 
 class Algorithm(ArgumentGroup):
@@ -18,9 +24,9 @@ class Algorithm(ArgumentGroup):
     custom_loss_function_path: DottedPath | None = flag(
         None, "dotted path of your own loss, with --loss-type custom_loss"
     )
-    advantage_estimator: Literal[
-        "grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo", "ppo"
-    ] = flag("grpo", "how advantages are computed from rewards; ppo trains a critic for it")
+    advantage_estimator: EstimatorName = flag(
+        "grpo", f"how advantages are computed from rewards; {WITH_CRITIC} trains a critic for it"
+    )
     compute_advantages_and_returns: bool = flag(
         True,
         "compute no log-probs and advantages before the step (SFT, custom losses)",
@@ -36,12 +42,12 @@ class Algorithm(ArgumentGroup):
     )
     value_clip: float = flag(0.2, "how far values may move in a step of the critic before its loss is clipped", ge=0)
     num_critic_only_steps: int = flag(
-        0, "rollouts at the start that train only the critic, with --advantage-estimator ppo", ge=0
+        0, f"rollouts at the start that train only the critic, with --advantage-estimator {WITH_CRITIC}", ge=0
     )
     kl_coef: float = flag(
         0.0,
         "weight of the KL to the reference model (--ref-load) that is subtracted from the token rewards, with "
-        "--advantage-estimator ppo, rloo and reinforce_plus_plus*; 0: none",
+        f"--advantage-estimator {names_where(lambda estimator: estimator.kl)}; 0: none",
     )
     use_kl_loss: bool = flag(
         False, "add the KL to the reference model (--ref-load) to the loss, with weight --kl-loss-coef"
@@ -56,7 +62,9 @@ class Algorithm(ArgumentGroup):
     )
     entropy_coef: float = flag(0.0, "weight of the entropy bonus in the loss")
     gamma: float = flag(1.0, "discount of later rewards", ge=0, le=1)
-    lambd: float = flag(1.0, "lambda of generalized advantage estimation, with --advantage-estimator ppo", ge=0, le=1)
+    lambd: float = flag(
+        1.0, f"lambda of generalized advantage estimation, with --advantage-estimator {WITH_CRITIC}", ge=0, le=1
+    )
     normalize_advantages: bool = flag(False, "whiten advantages over the batch: mean 0, standard deviation 1")
     grpo_std_normalization: bool = flag(
         True, "do not divide a group's rewards by their standard deviation", option="--disable-grpo-std-normalization"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from slime.algorithms.reward_types import BOXED, REWARD_TYPES
 from slime.arguments.group import ArgumentGroup, DottedPath, flag
+
+*OTHERS, LAST = REWARD_TYPES
 
 
 class Reward(ArgumentGroup):
@@ -12,8 +15,8 @@ class Reward(ArgumentGroup):
 
     rm_type: str | None = flag(
         None,
-        "built-in reward: remote_rm, deepscaler, dapo, math, math_verify, f1, gpqa, ifbench or random; with the "
-        'prefix boxed_ only the content of the last \\boxed{} is graded; metadata["rm_type"] of a sample wins',
+        f"built-in reward: {', '.join(OTHERS)} or {LAST}; with the "
+        f'prefix {BOXED} only the content of the last \\boxed{{}} is graded; metadata["rm_type"] of a sample wins',
     )
     reward_key: str | None = flag(None, "key of the number to train on, when rewards are objects")
     eval_reward_key: str | None = flag(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import hf_config
@@ -13,10 +14,6 @@ from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
 from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
-WITHOUT_TOKEN_REWARDS = ("grpo", "gspo", "cispo")
-GROUP_STATISTICS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
-GROUP_NORMALIZED = (*GROUP_STATISTICS, "rloo")
-
 
 def check(args: Namespace) -> None:
     """Refuse combinations that contradict each other or lack a part."""
@@ -24,15 +21,14 @@ def check(args: Namespace) -> None:
         raise ArgumentError(
             f"--kl-coef {args.kl_coef} and --kl-loss-coef {args.kl_loss_coef} count the KL twice; set one of them to 0"
         )
-    if args.kl_coef != 0 and args.advantage_estimator in WITHOUT_TOKEN_REWARDS:
+    estimator = estimator_of(args)
+    if args.kl_coef != 0 and estimator.kl is None:
         diagnostics.warn(
             args,
             f"--kl-coef {args.kl_coef} has no effect with --advantage-estimator {args.advantage_estimator}, whose "
             "advantage is the same for all tokens of a response; --use-kl-loss --kl-loss-coef adds the KL to the loss",
         )
-    if args.reward_statistics == "samples" and not (
-        args.advantage_estimator in GROUP_STATISTICS and args.rewards_normalization
-    ):
+    if args.reward_statistics == "samples" and not (estimator.baseline == "group" and args.rewards_normalization):
         raise ArgumentError(
             f"--reward-statistics samples has no effect with --advantage-estimator {args.advantage_estimator}"
             f"{'' if args.rewards_normalization else ' and --disable-rewards-normalization'}; leave it out"
@@ -40,7 +36,7 @@ def check(args: Namespace) -> None:
     _check_loss(args)
     _check_corrections(args)
     _check_reducer(args)
-    if args.advantage_estimator.startswith("reinforce_plus_plus") and not args.normalize_advantages:
+    if estimator.needs_whitening and not args.normalize_advantages:
         raise ArgumentError(f"--advantage-estimator {args.advantage_estimator} needs --normalize-advantages; add it")
     if args.only_train_params_name_list and args.freeze_params_name_list:
         raise ArgumentError(
@@ -74,7 +70,7 @@ def _check_loss(args: Namespace) -> None:
             f"--loss-type sft_loss with --rollout-function-path {args.rollout_function_path} trains on what engines "
             f"generate, whatever its reward; conversations of a file are read by {SFT_ROLLOUT}",
         )
-    if args.eps_clip_high is not None and args.eps_clip_high < args.eps_clip and args.advantage_estimator != "cispo":
+    if args.eps_clip_high is not None and args.eps_clip_high < args.eps_clip and estimator_of(args).loss != "cispo":
         diagnostics.warn(
             args,
             f"--eps-clip-high {args.eps_clip_high} is below --eps-clip {args.eps_clip}: the upper clip is usually the "
@@ -147,14 +143,16 @@ def derive(args: Namespace) -> None:
     """Upper clip, the critic, and the standard deviation of groups of one."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
-    if args.advantage_estimator == "cispo" and args.eps_clip < 1.0:
+    estimator = estimator_of(args)
+    if estimator.loss == "cispo" and args.eps_clip < 1.0:
         diagnostics.warn(
             args,
-            f"--advantage-estimator cispo usually has no lower clip: raise --eps-clip {args.eps_clip} to 1.0 or more",
+            f"--advantage-estimator {estimator.name} usually has no lower clip: raise --eps-clip {args.eps_clip} to "
+            "1.0 or more",
         )
     if args.pg_loss_reducer == "constant_length" and args.pg_loss_length is None:
         args.pg_loss_length = args.rollout_max_response_len
-    args.use_critic = args.advantage_estimator == "ppo"
+    args.use_critic = estimator.needs_critic
     if args.n_samples_per_prompt == 1:
         args.grpo_std_normalization = False
         _warn_of_groups_of_one(args)
@@ -173,7 +171,7 @@ def _warn_of_groups_of_one(args: Namespace) -> None:
     fans_out = args.custom_generate_function_path or args.custom_convert_samples_to_train_data_path
     if not trains or custom or fans_out or args.num_rollout == 0:
         return
-    if args.advantage_estimator in GROUP_NORMALIZED and args.rewards_normalization:
+    if estimator_of(args).baseline is not None and args.rewards_normalization:
         diagnostics.warn(
             args,
             f"--advantage-estimator {args.advantage_estimator} with --n-samples-per-prompt 1: every reward minus the "

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.utils import checkpoint_tracker
@@ -46,7 +47,7 @@ def trains_policy(args: Namespace) -> bool:
     if args.debug_rollout_only or args.num_rollout == 0:
         return False
     critic_alone = args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout
-    return not (args.advantage_estimator == "ppo" and critic_alone)
+    return not (estimator_of(args).needs_critic and critic_alone)
 
 
 def needs_reference(args: Namespace) -> bool:

@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 
+from slime.algorithms.reward_types import REWARD_TYPES
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args, own_path
@@ -65,9 +66,7 @@ def resolve_datasets(args: Namespace) -> None:
     """Set ``args.eval_datasets`` and rewrite ``args.eval_prompt_data`` to the flat name/path list, or None."""
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
-    from slime.arguments.rules.rollout import RM_TYPES  # which imports this module
-
-    args.eval_datasets = datasets_from_args(args, RM_TYPES)
+    args.eval_datasets = datasets_from_args(args, REWARD_TYPES)
     for dataset in args.eval_datasets:
         if dataset.multimodal_keys and not args.multimodal_keys:  # that of the run is refused as a flag
             diagnostics.not_available(

@@ -6,6 +6,7 @@ import string
 from argparse import Namespace
 from pathlib import Path
 
+from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read
@@ -114,7 +115,7 @@ def check_templates(args: Namespace) -> None:
                 f"{given}: {{{unknown[0]}}} is nothing that can be filled in; there is "
                 f"{' and '.join(f'{{{name}}}' for name in known)}, for example {example}"
             )
-        if attribute == "ci_save_grad_norm" and args.advantage_estimator == "ppo":
+        if attribute == "ci_save_grad_norm" and estimator_of(args).needs_critic:
             needed = (*needed, "role")
         if _makes_one_step(args):
             needed = tuple(name for name in needed if name != "step_id")

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
+from slime.algorithms.estimators import WITH_CRITIC
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.groups import slime_flags
@@ -46,7 +47,7 @@ DEPENDENCIES: tuple[FlagDependency, ...] = (
     FlagDependency("--use-kl-loss or --kl-coef", lambda args: args.use_kl_loss or args.kl_coef != 0, (
         "kl_loss_type", "ref_update_interval",
     )),
-    FlagDependency("--advantage-estimator ppo", lambda args: args.use_critic, (
+    FlagDependency(f"--advantage-estimator {WITH_CRITIC}", lambda args: args.use_critic, (
         "value_clip", "num_critic_only_steps", "lambd",
     )),
     FlagDependency("--use-fault-tolerance", lambda args: args.use_fault_tolerance, (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from argparse import Namespace
 
+from slime.algorithms.reward_types import BOXED, REWARD_TYPES, reward_type
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.environments import environments_of
@@ -185,11 +186,6 @@ def check_top_p(args: Namespace) -> None:
             )
 
 
-RM_TYPES = ("remote_rm", "deepscaler", "dapo", "math", "math_verify", "f1", "gpqa", "ifbench", "random")
-"""Values of ``--rm-type`` and of a sample's ``metadata["rm_type"]``; each may be prefixed with ``boxed_``."""
-IFBENCH_CHECKERS = "evaluation_lib"
-NUMBERS_OF_OBJECTS = {"dapo": ("score", "acc")}
-"""The types whose rewards are objects, and the entries that are numbers."""
 DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
@@ -247,8 +243,9 @@ def _check_data_sets(args: Namespace) -> None:
 
 def _check_key(said: str, rm_type: str, flag: str, key: str | None) -> None:
     """Of a reward that is an object, a key has to say which number counts."""
-    numbers = NUMBERS_OF_OBJECTS.get(_unboxed(rm_type))
-    if numbers is not None and key not in numbers:
+    entry = reward_type(rm_type)
+    numbers = () if entry is None else entry.numbers
+    if numbers and key not in numbers:
         seen = "there is none" if key is None else f"{flag} is {key}"
         raise ArgumentError(
             f"{said}{rm_type} gives objects, and {flag} has to name the entry that is the reward, one of "
@@ -256,27 +253,14 @@ def _check_key(said: str, rm_type: str, flag: str, key: str | None) -> None:
         )
 
 
-def _unboxed(rm_type: str) -> str:
-    return rm_type.strip().removeprefix("boxed_")
-
-
 def _check_type(args: Namespace, said: str, rm_type: str) -> None:
-    kind = _unboxed(rm_type)
-    if kind not in RM_TYPES:
-        raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(RM_TYPES)}, or boxed_ and one of them")
-    if kind == "ifbench" and importlib.util.find_spec(IFBENCH_CHECKERS) is None:
-        diagnostics.unavailable(
-            args,
-            f"{said}{rm_type}: there is no module {IFBENCH_CHECKERS}, the checkers of IFBench; get them from "
-            "https://github.com/allenai/IFBench, put their directory on the PYTHONPATH and install their "
-            "requirements.txt",
-        )
-    if kind == "math_verify" and importlib.util.find_spec("math_verify") is None:
-        diagnostics.unavailable(
-            args, f'{said}{rm_type}: the package math-verify is not installed; pip install "slime[math]"'
-        )
-    if kind == "remote_rm" and args.rm_url is None:
-        raise ArgumentError(f"{said}remote_rm needs --rm-url, the address that answers with rewards")
+    entry = reward_type(rm_type)
+    if entry is None:
+        raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(REWARD_TYPES)}, or {BOXED} and one of them")
+    if entry.module is not None and importlib.util.find_spec(entry.module) is None:
+        diagnostics.unavailable(args, f"{said}{rm_type}: {entry.missing}")
+    if entry.needs_url and args.rm_url is None:
+        raise ArgumentError(f"{said}{entry.name} needs --rm-url, the address that answers with rewards")
 
 
 def _warn_of_none(args: Namespace) -> None:

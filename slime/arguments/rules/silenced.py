@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import NamedTuple
 
+from slime.algorithms.estimators import WITH_CRITIC, Estimator, estimator_of
 from slime.arguments import diagnostics
 from slime.arguments.command_line import all_flags
 from slime.arguments.files.eval_config import own_path
@@ -34,9 +35,6 @@ OF_THE_POLICY_LOSS = (
     "eps_clip", "eps_clip_high", "eps_clip_c", "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm",
     "custom_tis_function_path", "get_mismatch_metrics", "kl_coef", "gamma", "lambd", "use_rollout_logprobs",
 )  # fmt: skip
-WITH_DISCOUNT = ("ppo", "reinforce_plus_plus")
-CENTRED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline", "rloo")
-SCALED = ("grpo", "gspo", "cispo")
 ANY_RUN = 1_000_000_000
 
 
@@ -95,10 +93,10 @@ def _custom_advantages(args: Namespace) -> str | None:
     return f"{_path('--custom-advantage-function-path', args)}, unless that function reads it"
 
 
-def _estimator_outside(*estimators: str) -> Callable[[Namespace], str | None]:
+def _estimator_without(part: Callable[[Estimator], object]) -> Callable[[Namespace], str | None]:
     def by(args: Namespace) -> str | None:
-        outside = args.advantage_estimator not in estimators and args.custom_advantage_function_path is None
-        return _path("--advantage-estimator", args) if outside else None
+        without = not part(estimator_of(args)) and args.custom_advantage_function_path is None
+        return _path("--advantage-estimator", args) if without else None
 
     return by
 
@@ -153,9 +151,9 @@ SILENCED: tuple[Silenced, ...] = (
     Silenced(("custom_reward_post_process_path", "reward_key", *OF_GROUP_STATISTICS), _conversion),
     Silenced(OF_GROUP_STATISTICS, _post_process),
     Silenced(("gamma", "lambd"), _custom_advantages),
-    Silenced(("gamma",), _estimator_outside(*WITH_DISCOUNT)),
-    Silenced(("rewards_normalization",), _estimator_outside(*CENTRED)),
-    Silenced(("grpo_std_normalization",), _estimator_outside(*SCALED)),
+    Silenced(("gamma",), _estimator_without(lambda estimator: estimator.discounted)),
+    Silenced(("rewards_normalization",), _estimator_without(lambda estimator: estimator.baseline)),
+    Silenced(("grpo_std_normalization",), _estimator_without(lambda estimator: estimator.scale_by_std)),
     Silenced(OF_THE_POLICY_LOSS, _when(lambda args: args.loss_type == "sft_loss", "--loss-type sft_loss")),
     Silenced(("reward_workers", "reward_time_limit"), _when(
         lambda args: args.custom_rm_path is not None and not args.eval_datasets,
@@ -188,5 +186,5 @@ def _check_critic_alone(args: Namespace) -> None:
     diagnostics.not_available(
         args,
         f"{given} trains the critic alone, and with --advantage-estimator {args.advantage_estimator} there is none: "
-        "the actor would be trained instead; give --advantage-estimator ppo, or leave it out",
+        f"the actor would be trained instead; give --advantage-estimator {WITH_CRITIC}, or leave it out",
     )

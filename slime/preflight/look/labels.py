@@ -7,18 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slime.algorithms.reward_types import RewardType, reward_type
 from slime.preflight.look import Findings
 from slime.preflight.look.data import PromptFile, first_rows, prompt_files
 from slime.preflight.look.hooks import is_filled_in_later
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.labels import accepted_answers
-from slime.rollout.rm_hub.math_utils import ground_truth_answers
 from slime.utils.data import read_file
 from slime.utils.types import Sample
 
-_READS_BOXES = ("math", "math_verify", "deepscaler")
-_READS_LABELS = (*_READS_BOXES, "dapo", "f1")
-_OBJECTS = ("dapo",)
 _LONG_ANSWER = 200
 _THINKING_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json")
 
@@ -36,14 +33,16 @@ def look_at_labels(args: Namespace, samples: Mapping[str, Sample], found: Findin
         found.begins(f"the labels of {file}")
         seen: set[tuple[Any, ...]] = set()
         for number, label, metadata in _labels(file):
-            kind = str(metadata.get("rm_type") or args.rm_type or "").strip().removeprefix("boxed_")
-            key = (kind, _kind_of_label(label))
-            if kind not in rules.RULES or key in seen:
+            rule = reward_type(str(metadata.get("rm_type") or args.rm_type or ""))
+            if rule is None or not rule.rule:
                 continue
-            if not seen or kind not in {name for name, _ in seen}:
-                _look_at_rule(args, file, kind, first, found)
+            key = (rule.name, _kind_of_label(label))
+            if key in seen:
+                continue
+            if rule.name not in {name for name, _ in seen}:
+                _look_at_rule(args, file, rule, first, found)
             seen.add(key)
-            if not _look_at_label(f"{file} row {number}", file, kind, label, metadata, found):
+            if not _look_at_label(f"{file} row {number}", file, rule, label, metadata, found):
                 break
 
 
@@ -63,19 +62,19 @@ def _kind_of_label(label: Any) -> tuple[Any, ...]:
     return type(label).__name__, text[:1] in "[{\"'", "####" in text, "\\boxed" in text, len(text) > _LONG_ANSWER
 
 
-def _look_at_rule(args: Namespace, file: PromptFile, kind: str, first: Sample, found: Findings) -> None:
+def _look_at_rule(args: Namespace, file: PromptFile, rule: RewardType, first: Sample, found: Findings) -> None:
     """What does not depend on the label: a key for rewards that have none, and reasoning that has no end."""
     key = (args.eval_reward_key or args.reward_key) if file.dataset is not None else args.reward_key
     converted = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
-    if kind not in _OBJECTS and key is not None and not converted:
+    if not rule.numbers and key is not None and not converted:
         found.errors.append(
-            f"{file}: --rm-type {kind} gives numbers; leave out --reward-key {key}, which names an entry"
+            f"{file}: --rm-type {rule.name} gives numbers; leave out --reward-key {key}, which names an entry"
         )
-    if kind == "deepscaler" and not _reasons(args, first):
+    if rule.after_reasoning and not _reasons(args, first):
         found.warnings.append(
-            f"{file}: --rm-type deepscaler grades what follows </think> or ###Response, and gives 0 to a response with "
-            f"neither; no file of --hf-checkpoint {args.hf_checkpoint} and no prompt has such a marker. For a model "
-            "that does not write one use --rm-type math"
+            f"{file}: --rm-type {rule.name} grades what follows </think> or ###Response, and gives 0 to a response "
+            f"with neither; no file of --hf-checkpoint {args.hf_checkpoint} and no prompt has such a marker. For a "
+            "model that does not write one use --rm-type math"
         )
 
 
@@ -88,20 +87,20 @@ def _reasons(args: Namespace, first: Sample) -> bool:
 
 
 def _look_at_label(
-    where: str, file: PromptFile, kind: str, label: Any, metadata: Mapping[str, Any], found: Findings
+    where: str, file: PromptFile, rule: RewardType, label: Any, metadata: Mapping[str, Any], found: Findings
 ) -> bool:
     """Report what is wrong with a label; False for an error, of which one is enough."""
-    if kind in _READS_LABELS and label is None:
+    if rule.labels and label is None:
         option = "--eval-label-key or --label-key" if file.dataset is not None else "--label-key"
         found.errors.append(
-            f"{where}: --rm-type {kind} compares answers with labels, and this row has none; name their column with "
-            f"{option}"
+            f"{where}: --rm-type {rule.name} compares answers with labels, and this row has none; name their column "
+            f"with {option}"
         )
         return False
-    said = f"{where}: --rm-type {kind} and the label {label!r:.120}, a {type(label).__name__}"
+    said = f"{where}: --rm-type {rule.name} and the label {label!r:.120}, a {type(label).__name__}"
     try:
-        answers = _best_answers(kind, label, metadata)
-        right = any(_is_right(rules.grade(kind, answer, label, metadata)) for answer in answers)
+        answers = rules.best_answers(rule.name, label, metadata)
+        right = any(_is_right(rules.grade(rule.name, answer, label, metadata)) for answer in answers)
     except ImportError:
         return True  # refused by the flag's rule, or not on this machine
     except Exception as e:  # noqa: BLE001  (reported)
@@ -113,24 +112,12 @@ def _look_at_label(
             "final answer (42, \\frac{1}{2}, B), a text that ends in '#### 42' or has a \\boxed{}, a list of accepted "
             "answers, or an object with ground_truth"
         )
-    elif kind in (*_READS_BOXES, "dapo") and all(len(text) > _LONG_ANSWER for text in accepted_answers(label)):
+    elif rule.answer != "text" and all(len(text) > _LONG_ANSWER for text in accepted_answers(label)):
         found.warnings.append(
             f"{said}: it has {len(str(label))} characters, as a solution has; answers are compared with a final "
             "answer, so end it in '#### ANSWER', box the answer, or give the answer alone"
         )
     return True
-
-
-def _best_answers(kind: str, label: Any, metadata: Mapping[str, Any]) -> list[str]:
-    """Responses of which one should be right."""
-    if kind in _READS_BOXES:
-        return [rules.as_response(kind, text) for text in ground_truth_answers(label)]
-    if kind == "gpqa":
-        letters = metadata.get("valid_letters")
-        options = [f"Answer: {letter}" for letter in (letters if letters is not None else "ABCDEFGHIJ")]
-        texts = (label, metadata.get("correct_answer"), metadata.get("answer_text"))
-        return options + [text for text in texts if isinstance(text, str)]
-    return [rules.as_response(kind, text) for text in accepted_answers(label)] if kind in _READS_LABELS else []
 
 
 def _is_right(reward: Any) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from slime.algorithms.reward_types import reward_type
 from slime.arguments.files.environments import environments_of
 from slime.preflight.look import Findings
 from slime.rollout.environments.environment import Environment
@@ -63,7 +64,7 @@ async def _check(kind: Any, args: Namespace, options: Any) -> None:
 
 def _reward_urls(args: Namespace) -> Iterator[str]:
     kinds = [args.rm_type, *(getattr(dataset, "rm_type", None) for dataset in args.eval_datasets)]
-    asks = any((kind or "").removeprefix("boxed_") == "remote_rm" for kind in kinds)
+    asks = any(entry.needs_url for kind in kinds if (entry := reward_type(kind)))
     if asks and args.custom_rm_path is None and args.rm_url:
         yield args.rm_url
 

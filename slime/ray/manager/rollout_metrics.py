@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.algorithms.estimators import estimator_of
 from slime.algorithms.rewards import reward_failed
 from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample, iter_samples
@@ -216,7 +217,7 @@ def zero_std_counts(
     Groups of one trajectory, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
     are not counted. Of whole numbers that are integers the name without a fraction, as in slime <= 0.3.1, is there too.
     """
-    if args.advantage_estimator == "ppo":
+    if estimator_of(args).needs_critic:
         return {}
     if rewards is None:
         samples = [sample for sample in samples if not reward_failed(sample)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from slime.algorithms.reward_types import BOXED, REWARD_TYPES, RewardType, reward_type
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.hooks.hook import Hook, make_hook
 from slime.rollout.rm_hub import rules
@@ -93,44 +93,36 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
             raise BadReward(str(hook.returned(reward, "the reward of one sample, a number or a dict", sample)))
         return reward
     kind = reward_kind(args, sample)
-    unboxed = kind.removeprefix("boxed_")
-    if unboxed in rules.RULES:
-        return await _by_rule(args, unboxed, sample, boxed=unboxed != kind)
-    response = sample.response
-    if unboxed != kind:
-        kind, response = unboxed, extract_boxed_answer(response) or ""
-    if kind == "remote_rm":
-        if response is not sample.response:
-            sample = copy.copy(sample)
-            sample.response = response
-        return await remote_rm(args, sample)
-    if kind == "random":
-        return random.randint(0, 1)
-    from slime.arguments.rules.rollout import RM_TYPES  # half of the start of a worker, for this message
-
-    raise NotImplementedError(
-        f"no reward for sample index={sample.index}: rm_type {reward_kind(args, sample)!r} is unknown. Set --rm-type "
-        f"to one of {', '.join(RM_TYPES)} (each also as boxed_<type>), or "
-        f"{FLAG} to your own function."
-    )
+    entry, boxed = reward_type(kind), kind.startswith(BOXED)
+    if entry is None:
+        raise NotImplementedError(
+            f"no reward for sample index={sample.index}: rm_type {kind!r} is unknown. Set --rm-type to one of "
+            f"{', '.join(REWARD_TYPES)} (each also as {BOXED}<type>), or {FLAG} to your own function."
+        )
+    if entry.rule:
+        return await _by_rule(args, entry, sample, boxed=boxed)
+    if boxed:
+        sample = copy.copy(sample)
+        sample.response = extract_boxed_answer(sample.response) or ""
+    return await load_function(entry.function)(args, sample)
 
 
-async def _by_rule(args: Any, kind: str, sample: Sample, *, boxed: bool) -> Any:
+async def _by_rule(args: Any, entry: RewardType, sample: Sample, *, boxed: bool) -> Any:
     response = sample.response
     if has_others_text(sample):  # off the event loop: the first one loads the tokenizer
         response = await asyncio.to_thread(own_text, args, sample)
     if boxed:
-        response = rules.as_response(kind, extract_boxed_answer(response) or "")
+        response = rules.as_response(entry.name, extract_boxed_answer(response) or "")
     metadata = _metadata(sample)
-    read = {key: metadata[key] for key in rules.METADATA_KEYS.get(kind, ()) if key in metadata}
+    read = {key: metadata[key] for key in entry.metadata if key in metadata}
     try:
-        workers = get_reward_workers(args, fresh=kind in rules.FRESH)
-        return await workers.call(rules.PATH, kind, response, sample.label, read)
+        workers = get_reward_workers(args, fresh=entry.fresh)
+        return await workers.call(rules.PATH, entry.name, response, sample.label, read)
     except RewardFailure as e:
-        if not e.by_answer or kind not in rules.WRONG:
+        if not e.by_answer or entry.wrong is None:
             raise
         logger.warning("the answer of sample index=%s counts as wrong: %s", sample.index, e)
-        return copy.copy(rules.WRONG[kind])
+        return copy.copy(entry.wrong)
 
 
 async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list[Any]:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from slime.algorithms.reward_types import reward_type
 from slime.rollout.cancelling import caller_is_cancelled, end_if_cancelled, gather_or_cancel
 from slime.rollout.hooks.hook import innermost, make_hook, with_notes
 from slime.rollout.outages import AwaitedService, ServiceOutage, is_of_service
-from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, rules, scored_together
+from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, scored_together
 from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure, TooManyRewardFailures
 from slime.rollout.rm_hub.workers import get_reward_workers
 from slime.servers.http_client import HttpRequestError
@@ -57,8 +58,8 @@ class RewardErrors:
         self._first = ""
         self._same_cause: dict[tuple[str, ...], list[int | None]] = {}
         self._services: dict[str, AwaitedService] = {}
-        kind = "" if args is None or args.custom_rm_path is not None else args.rm_type or ""
-        if kind.strip().removeprefix("boxed_") in rules.RULES:  # rules of single samples start workers when they come
+        entry = None if args is None or args.custom_rm_path is not None else reward_type(args.rm_type)
+        if entry is not None and entry.rule:  # rules of single samples start workers when they come
             get_reward_workers(args)
 
     def metrics(self, prefix: str = "rollout/") -> dict[str, float]:
@@ -145,7 +146,9 @@ class RewardErrors:
     async def _answer(self, args: Any, samples: Sequence[Sample], kind: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the reward. One whose server does not answer is asked for again: see ``slime.rollout.outages``."""
         hook = reward_hook(args, samples[0])
-        name = f"reward {hook}" if hook else f"reward {kind}" + (f" of {args.rm_url}" if "remote_rm" in kind else "")
+        entry = reward_type(kind)
+        of_url = f" of {args.rm_url}" if entry is not None and entry.needs_url else ""
+        name = f"reward {hook}" if hook else f"reward {kind}{of_url}"
         service = self._services.setdefault(name, AwaitedService(name, args.service_outage_timeout))
         item, attempts = id(samples[0]), 0
         service.under_way += 1

@@ -84,6 +84,14 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     return float(any(_mentions(final, target, texts) for target in named))
 
 
+def best_answers(label: Any, metadata: Mapping[str, Any]) -> list[str]:
+    """Return responses of which one should be right: each option, and the texts of the right one."""
+    letters = metadata.get("valid_letters")
+    options = [f"Answer: {letter}" for letter in (letters if letters is not None else DEFAULT_VALID_LETTERS)]
+    texts = (label, metadata.get("correct_answer"), metadata.get("answer_text"))
+    return options + [text for text in texts if isinstance(text, str)]
+
+
 def _plain_label(label: Any) -> Any:
     """A letter, an index or a text: also those of NumPy, of a list of one, and of an object with a key."""
     if hasattr(label, "tolist"):

@@ -1,4 +1,4 @@
-"""Rewards that a server computes (``--rm-type remote_rm``)."""
+"""Rewards that are no rules: those of a server (``--rm-type remote_rm``) and of chance (``random``)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,11 @@ async def remote_rm(args: Any, sample: Sample) -> Any:
         raise ValueError("--rm-type remote_rm needs --rm-url")
     payload = {"prompt": sample.prompt, "response": sample.response, "label": sample.label}
     return await ask(args.rm_url, payload, TIMEOUT_S)
+
+
+async def coin_toss(args: Any, sample: Sample) -> int:
+    """Return 0 or 1 by chance."""
+    return random.randint(0, 1)
 
 
 async def ask(url: str, payload: dict[str, Any], timeout: float) -> Any:

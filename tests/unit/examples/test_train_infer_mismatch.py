@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from examples.train_infer_mismatch_helper import mis
-from slime.backends.megatron_utils.train import importance
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.backends.megatron_utils.train.policy_loss import _correct_importance
 from slime.batching.ragged_tensor import RaggedTensor
 from tests.support.arguments import dry
@@ -59,11 +59,9 @@ def test_ranks_with_parts_of_a_sample_agree(monkeypatch, level):
     whole_loss, whole_masks, whole_metrics = corrected(args, data)
     for rank in (0, 1):
         wholes = iter([data["train_log_probs"], data["rollout_log_probs"]])
-        monkeypatch.setattr(importance, "all_gather_samples_with_cp", lambda *_, wholes=wholes: next(wholes))
+        monkeypatch.setattr(ResponseLayout, "whole", lambda *_, wholes=wholes: next(wholes))
         monkeypatch.setattr(
-            importance,
-            "slice_samples_with_cp",
-            lambda column, *_, rank=rank: RaggedTensor.of([v[rank::2] for v in column]),
+            ResponseLayout, "local", lambda _, column, rank=rank: RaggedTensor.of([v[rank::2] for v in column])
         )
         part = {key: [v[rank::2] for v in values] for key, values in data.items() if key != "loss_masks"}
         mine = torch.cat([v[rank::2] for v in PG_LOSS.split(LENGTHS)])

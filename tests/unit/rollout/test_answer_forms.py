@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.algorithms.reward_types import REWARD_TYPES
 from slime.rollout.rm_hub import async_rm, policy_text, rules
 from slime.rollout.rm_hub.labels import accepted_answers
 from slime.rollout.rm_hub.math_utils import grade_answer_verl, mathd_normalize_answer
@@ -437,7 +438,7 @@ async def test_an_answer_that_exceeds_a_limit_is_wrong(monkeypatch, kind, fault)
     monkeypatch.setattr(rules, "PATH", f"tests.support.bad_rewards.{fault}")
     args = run_args(rm_type=kind, reward_workers=1, reward_time_limit=0.3)
     reward = await async_rm(args, Sample(index=0, response="x", label="x"))
-    assert reward == rules.WRONG[kind]
+    assert reward == REWARD_TYPES[kind].wrong
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slime.algorithms.reward_types import REWARD_TYPES
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.failure import JobEnded, RewardFailure
 from slime.rollout.rm_hub.workers import RewardWorkers, WorkerLimits
@@ -102,7 +103,8 @@ async def test_workers_that_stay_get_no_secrets(monkeypatch):
 
 
 async def test_rules_of_other_authors_are_graded_apart():
-    assert set(rules.RULES) - set(OURS) == set(rules.FRESH)
+    graded = [kind for kind in REWARD_TYPES.values() if kind.rule]
+    assert {kind.name for kind in graded} - set(OURS) == {kind.name for kind in graded if kind.fresh}
 
 
 OURS = ("math", "math_verify", "deepscaler", "dapo", "f1", "gpqa")

@@ -7,19 +7,71 @@ whose logits this rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.reducers import Reducer, make_reducer
-from slime.backends.megatron_utils.state.parallel import context_parallel
+from slime.backends.megatron_utils.state.parallel import Ranks, context_parallel
 from slime.batching import context_parallel as layout
 from slime.batching.context_parallel import Range
 from slime.batching.ragged_tensor import RaggedTensor
 
 Values = TypeVar("Values", list[float], Tensor)
+
+
+@dataclass(frozen=True)
+class ResponseLayout:
+    """The samples of a batch and the context-parallel rank ``cp``: which response tokens are local.
+
+    Columns have one tensor per sample: whole ones [response_length], local ones [n_local].
+    """
+
+    total_lengths: Sequence[int]
+    response_lengths: Sequence[int]
+    cp: Ranks = field(default_factory=lambda: context_parallel())
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any]) -> ResponseLayout:
+        """Return that of a batch, or of all samples of a rank, for this process."""
+        return cls(batch["total_lengths"], batch["response_lengths"])
+
+    def local(self, column: Sequence[Tensor]) -> RaggedTensor:
+        """Cut a whole column: as it is where no context-parallel group cuts it. Raises ValueError for other lengths."""
+        if isinstance(column, RaggedTensor) and self.cp.size == 1 and column.lengths == list(self.response_lengths):
+            return column
+        rows = zip(column, self.total_lengths, self.response_lengths, strict=True)
+        cut = layout.slice_response_with_cp
+        return RaggedTensor.of([cut(*row, cp_rank=self.cp.rank, cp_size=self.cp.size) for row in rows])
+
+    def whole(self, column: Sequence[Tensor]) -> list[Tensor]:
+        """Join the local columns of all ranks in one collective (differentiable)."""
+        return layout.gather_responses_with_cp(
+            column,
+            self.total_lengths,
+            self.response_lengths,
+            cp_rank=self.cp.rank,
+            cp_size=self.cp.size,
+            group=self.cp.group,
+        )
+
+    def local_lengths(self) -> list[int]:
+        """Return n_local of every sample."""
+        rows = zip(self.total_lengths, self.response_lengths, strict=True)
+        ranges = [layout.response_ranges(*row, cp_rank=self.cp.rank, cp_size=self.cp.size) for row in rows]
+        return [sum(end - start for start, end in parts) for parts in ranges]
+
+    def reducer(self, masks: Sequence[Tensor], denominators: Any = None, *, per_token: bool = False) -> Reducer:
+        """Return the reducer of local values, flat [R_local] -> scalar; see ``get_sum_of_sample_mean``.
+
+        masks: whole. denominators: one per sample, by default the sum of its mask.
+        """
+        if denominators is None:
+            denominators = torch.stack([mask.sum() for mask in masks])
+        return make_reducer(self.local(masks), denominators, calculate_per_token_loss=per_token)
 
 
 def get_logits_and_tokens_offset_with_cp(
@@ -73,10 +125,7 @@ def slice_samples_with_cp(
     column: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> RaggedTensor:
     """``slice_log_prob_with_cp`` for several samples: a column as it is where no context-parallel group cuts it."""
-    if isinstance(column, RaggedTensor) and context_parallel().size == 1 and column.lengths == list(response_lengths):
-        return column
-    rows = zip(column, total_lengths, response_lengths, strict=True)
-    return RaggedTensor.of([slice_log_prob_with_cp(*row) for row in rows])
+    return ResponseLayout(total_lengths, response_lengths).local(column)
 
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
@@ -88,10 +137,7 @@ def all_gather_samples_with_cp(
     tensors: Sequence[Tensor], total_lengths: Sequence[int], response_lengths: Sequence[int]
 ) -> list[Tensor]:
     """``all_gather_with_cp`` for several samples in one collective."""
-    cp = context_parallel()
-    return layout.gather_responses_with_cp(
-        tensors, total_lengths, response_lengths, cp_rank=cp.rank, cp_size=cp.size, group=cp.group
-    )
+    return ResponseLayout(total_lengths, response_lengths).whole(tensors)
 
 
 def response_rows_and_targets(
@@ -152,10 +198,9 @@ def get_sum_of_sample_mean(
         calculate_per_token_loss = isinstance(per_token, int) and bool(per_token)
         qkv_format = format_ if isinstance(format_, str) else "thd" if isinstance(per_token, int) else per_token
     _check_packed(qkv_format)
-    local = slice_samples_with_cp(loss_masks, total_lengths, response_lengths)
-    if sample_denoms is None:
-        sample_denoms = torch.stack([mask.sum() for mask in loss_masks])
-    return make_reducer(local, sample_denoms, calculate_per_token_loss=calculate_per_token_loss)
+    return ResponseLayout(total_lengths, response_lengths).reducer(
+        loss_masks, sample_denoms, per_token=calculate_per_token_loss
+    )
 
 
 def _check_packed(qkv_format: str) -> None:

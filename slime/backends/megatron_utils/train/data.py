@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slime.backends.megatron_utils.model.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
-from slime.backends.megatron_utils.train.cp_utils import slice_samples_with_cp
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.batching import validate
 from slime.batching.columns import RolloutShard
 from slime.batching.packing import pack
@@ -38,9 +38,10 @@ def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.dev
     """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part."""
     check_shard(args, shard)
     data = shard.to_tensors(device)
+    layout = ResponseLayout.of(data)
     for key in _TOKEN_COLUMNS_TO_SLICE:
         if key in data:
-            data[key] = slice_samples_with_cp(data[key], data["total_lengths"], data["response_lengths"])
+            data[key] = layout.local(data[key])
     return data
 
 

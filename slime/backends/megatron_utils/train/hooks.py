@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.backends.megatron_utils.state.parallel import context_parallel
-from slime.backends.megatron_utils.train.cp_utils import Reducer
+from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import sample_name
-from slime.batching.context_parallel import response_ranges
 from slime.batching.ragged_tensor import as_lists
 from slime.rollout.hooks.contracts import Contract
 from slime.rollout.hooks.hook import Hook, checked_hook
@@ -196,12 +194,7 @@ def check_token_columns(hook: Hook, data: dict[str, Any], names: Sequence[str]) 
 
     Numbers that are not finite are the step's to find: ``--no-check-for-nan-in-loss-and-grad`` skips such steps.
     """
-    cp = context_parallel()
-    lengths = zip(data["total_lengths"], data["response_lengths"], strict=True)
-    expected = [
-        sum(end - start for start, end in response_ranges(total, response, cp_rank=cp.rank, cp_size=cp.size))
-        for total, response in lengths
-    ]
+    expected = ResponseLayout.of(data).local_lengths()
     for name in names:
         column = data[name]
         if not isinstance(column, (list, tuple)) or len(column) != len(expected):

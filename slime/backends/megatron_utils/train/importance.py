@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
-from slime.backends.megatron_utils.train.cp_utils import all_gather_samples_with_cp, slice_samples_with_cp
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.batching.ragged_tensor import flat
 from slime.utils.declared import with_defaults
 
@@ -69,18 +69,16 @@ def mis_function(
     del kwargs
     args = with_defaults(args)
 
-    def whole(column: Sequence[Tensor]) -> list[Tensor]:
-        return all_gather_samples_with_cp([values.detach() for values in column], total_lengths, response_lengths)
-
-    def local(column: Sequence[Tensor]) -> Tensor:
-        return slice_samples_with_cp(column, total_lengths, response_lengths).values
-
+    layout = ResponseLayout(total_lengths, response_lengths)
+    train, rollout = (
+        layout.whole([values.detach() for values in column]) for column in (train_log_probs, rollout_log_probs)
+    )
     weights, masks, metrics = compute_mis_weights(
-        args, train_log_probs=whole(train_log_probs), rollout_log_probs=whole(rollout_log_probs), loss_masks=loss_masks
+        args, train_log_probs=train, rollout_log_probs=rollout, loss_masks=loss_masks
     )
     if args.use_tis:
-        pg_loss = pg_loss * local(weights)
-    return pg_loss, masks, {name: local(values) for name, values in metrics.items()}
+        pg_loss = pg_loss * layout.local(weights).values
+    return pg_loss, masks, {name: layout.local(values).values for name, values in metrics.items()}
 
 
 def _corrected(

@@ -9,26 +9,19 @@ see ``cp_utils``). The mathematics is in ``slime.algorithms``.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from slime.algorithms.advantages import (
-    distill,
-    get_advantages_and_returns_batch,
-    get_grpo_returns,
-    get_reinforce_plus_plus_baseline_advantages,
-    get_reinforce_plus_plus_returns,
-    get_rloo_advantages,
-    token_rewards,
-)
+from slime.algorithms.advantages import EstimatorInputs, distill
+from slime.algorithms.estimators import estimator_of
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.reducers import num_trained_tokens
 from slime.algorithms.rewards import leave_one_out
-from slime.algorithms.trained_tokens import TrainedTokens, finite_elsewhere
+from slime.algorithms.trained_tokens import finite_elsewhere
 from slime.algorithms.whitening import masked_whiten
 from slime.backends.megatron_utils.model.mtp_loss import add_mtp_loss
 from slime.backends.megatron_utils.state.parallel import (
@@ -37,12 +30,7 @@ from slime.backends.megatron_utils.state.parallel import (
     data_parallel,
     is_last_stage,
 )
-from slime.backends.megatron_utils.train.cp_utils import (
-    Reducer,
-    all_gather_samples_with_cp,
-    get_sum_of_sample_mean,
-    slice_samples_with_cp,
-)
+from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import LossBatch, RolloutData, may_overwrite_logits
 from slime.backends.megatron_utils.train.hooks import check_token_columns, checked_loss, optional_function
 from slime.backends.megatron_utils.train.importance import icepop_function, mis_function, vanilla_tis_function
@@ -55,8 +43,9 @@ from slime.backends.megatron_utils.train.response_logits import (
     note_finite_samples,
 )
 from slime.backends.megatron_utils.train.values import get_values, value_loss_function
-from slime.batching.ragged_tensor import RaggedTensor, as_lists, flat
+from slime.batching.ragged_tensor import as_lists, flat
 from slime.utils.declared import with_defaults
+from slime.utils.misc import load_function
 
 __all__ = [
     "compute_advantages_and_returns",
@@ -146,15 +135,9 @@ def loss_function(
     if not isinstance(batch, LossBatch):
         batch = LossBatch(batch)
     per_token = args.calculate_per_token_loss
-    masks = batch["loss_masks"]
+    masks, layout = batch["loss_masks"], ResponseLayout.of(batch)
     num_tokens = num_trained_tokens(masks).int()
-    reduce = get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        masks,
-        per_token,
-        sample_denoms=batch.get("rollout_mask_sums"),
-    )
+    reduce = layout.reducer(masks, batch.get("rollout_mask_sums"), per_token=per_token)
     function = _loss_by_type(args)
     if args.recompute_loss_function:
         loss, metrics = checkpoint(function, args, batch, logits, reduce, use_reentrant=False)
@@ -164,7 +147,7 @@ def loss_function(
 
     mismatch = None if args.loss_type in ("sft_loss", "value_loss") else note_mismatch(batch)
     values = [num_tokens, *metrics.values()]
-    weight = reduce(torch.ones_like(_slice_cp(batch, masks).values, dtype=torch.float64))
+    weight = reduce(torch.ones_like(layout.local(masks).values, dtype=torch.float64))
     report: LossReport = {
         "keys": list(metrics),
         "values": torch.stack([torch.as_tensor(v, device=logits.device).detach().float().reshape(()) for v in values]),
@@ -199,7 +182,7 @@ def add_distillation(args: Namespace, data: RolloutData) -> None:
     if data.get(student) is None:
         raise ValueError(f"--use-opd needs the student's {student}, which the samples and passes do not have")
     found = distill(data["advantages"], data[student], data["teacher_log_probs"], args.opd_kl_coef)
-    masks = _slice_cp(data, data["loss_masks"])
+    masks = ResponseLayout.of(data).local(data["loss_masks"])
     data["advantages"], data["opd_reverse_kl"] = (finite_elsewhere(masks, column) for column in found)
 
 
@@ -217,7 +200,8 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
     args = with_defaults(args)
     if not is_last_stage():
         return
-    rollout_data["kl"] = _kl(args, rollout_data)
+    layout = ResponseLayout.of(rollout_data)
+    rollout_data["kl"] = _kl(args, rollout_data, layout)
     custom = optional_function(args, "custom_advantage_function_path")
     if custom is not None:
         as_lists(rollout_data)
@@ -227,15 +211,15 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
             raise ValueError(f"{custom} did not set {missing}: lists with one tensor per sample")
         check_token_columns(custom, rollout_data, ["advantages", "returns"])
     else:
-        advantages, returns = _estimate(args, rollout_data)
+        advantages, returns = _estimate(args, rollout_data, layout)
         rollout_data["advantages"], rollout_data["returns"] = advantages, returns
     add_distillation(args, rollout_data)
     if args.normalize_advantages:
-        rollout_data["advantages"] = _whiten(rollout_data)
+        rollout_data["advantages"] = _whiten(rollout_data, layout)
 
 
-def _kl(args: Namespace, data: dict) -> Column:
-    masks = _slice_cp(data, data["loss_masks"])
+def _kl(args: Namespace, data: dict, layout: ResponseLayout) -> Column:
+    masks = layout.local(data["loss_masks"])
     if args.kl_coef == 0:
         return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
     policy = "rollout_log_probs" if args.use_rollout_logprobs else "log_probs"
@@ -247,58 +231,24 @@ def _kl(args: Namespace, data: dict) -> Column:
     return finite_elsewhere(masks, kl)
 
 
-def _estimate(args: Namespace, data: dict) -> tuple[Column, Column]:
-    """Return (advantages, returns).
-
-    Estimators that look along the response see the trained tokens of all of it, whatever the CP layout.
-    """
-    rewards, kl, estimator = data["rewards"], data["kl"], args.advantage_estimator
-    if estimator in ("grpo", "gspo", "cispo"):
-        returns = get_grpo_returns(rewards, kl)
-        return [values.clone() for values in returns], returns
-    if estimator == "reinforce_plus_plus_baseline":
-        returns = get_reinforce_plus_plus_baseline_advantages(rewards, kl, data["loss_masks"], args.kl_coef)
-        return [values.clone() for values in returns], returns
-    if estimator == "rloo":
-        penalties = _leave_one_out_kl(data, kl) if args.kl_coef != 0 else [0.0] * len(kl)
-        returns = get_rloo_advantages(rewards, kl, penalties, args.kl_coef)
-        return [values.clone() for values in returns], returns
-    if estimator == "reinforce_plus_plus":
-        returns = list(_slice_cp(data, _discounted_returns(args, data, _gather_cp(data, kl))))
-        return [values.clone() for values in returns], returns
-    if estimator == "ppo":
-        if "values" not in data:
-            raise ValueError("--advantage-estimator ppo needs the critic's values")
-        trained = TrainedTokens(data["loss_masks"])
-        kls, values = (trained.close_up(_gather_cp(data, column)) for column in (kl, data["values"]))
-        per_token = [token_rewards(reward, k, args.kl_coef) for reward, k in zip(rewards, kls, strict=True)]
-        found = get_advantages_and_returns_batch(
-            data["total_lengths"], trained.lengths, values, per_token, args.gamma, args.lambd
-        )
-        advantages, returns = (list(_slice_cp(data, trained.spread(column))) for column in found)
-        return advantages, returns
-    raise ValueError(f"--advantage-estimator {estimator} is unknown")
-
-
-def _discounted_returns(args: Namespace, data: dict, kl: Column) -> Column:
-    """REINFORCE++ over whole responses; zeros for a sample without a trained token, say one whose reward failed."""
-    returns = [torch.zeros_like(values) for values in kl]
-    trained = [i for i, mask in enumerate(data["loss_masks"]) if bool((mask != 0).any())]
-    found = get_reinforce_plus_plus_returns(
-        [data["rewards"][i] for i in trained],
-        [kl[i] for i in trained],
-        [data["loss_masks"][i] for i in trained],
-        [data["response_lengths"][i] for i in trained],
-        [data["total_lengths"][i] for i in trained],
-        args.kl_coef,
-        args.gamma,
+def _estimate(args: Namespace, data: dict, layout: ResponseLayout) -> tuple[Column, Column]:
+    """Return (advantages, returns) of the table's entry."""
+    estimator = estimator_of(args)
+    if estimator.needs_critic and "values" not in data:
+        raise ValueError(f"--advantage-estimator {estimator.name} needs the critic's values")
+    penalized = estimator.kl == "response" and args.kl_coef != 0
+    inputs = EstimatorInputs(
+        rewards=data["rewards"],
+        kl=data["kl"],
+        loss_masks=data["loss_masks"],
+        layout=layout,
+        values=data["values"] if estimator.needs_critic else (),
+        response_kl=_leave_one_out_kl(args, data, layout) if penalized else [0.0] * len(data["kl"]),
     )
-    for i, values in zip(trained, found, strict=True):
-        returns[i] = values
-    return returns
+    return load_function(estimator.advantages)(args, inputs)
 
 
-def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
+def _leave_one_out_kl(args: Namespace, data: dict, layout: ResponseLayout) -> list[float]:
     """Return the KL of each response minus the mean over its group's other trajectories, on whatever ranks those are.
 
     The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.
@@ -306,11 +256,12 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     groups = data.get("group_indices")
     if groups is None or any(group is None for group in groups):
         raise ValueError(
-            "--advantage-estimator rloo with --kl-coef compares the KL of the answers to a prompt and needs the "
-            "group_index of every sample: set it in the rollout function, and group_indices in a converter "
-            "(--custom-convert-samples-to-train-data-path)"
+            f"--advantage-estimator {args.advantage_estimator} with --kl-coef compares the KL of the answers to a "
+            "prompt and needs the group_index of every sample: set it in the rollout function, and group_indices in a "
+            "converter (--custom-convert-samples-to-train-data-path)"
         )
-    sums = [float((k * mask).sum()) for k, mask in zip(_gather_cp(data, kl), data["loss_masks"], strict=True)]
+    kl = layout.whole(data["kl"])
+    sums = [float((k * mask).sum()) for k, mask in zip(kl, data["loss_masks"], strict=True)]
     ranks = data_parallel()
     mine = list(zip(sums, groups, data["rollout_ids"], strict=True))
     parts = all_gather_objects(mine, ranks)
@@ -326,16 +277,8 @@ def _leave_one_out_kl(data: dict, kl: Column) -> list[float]:
     return centered[start : start + len(mine)]
 
 
-def _whiten(data: dict) -> Column:
-    mask = _slice_cp(data, data["loss_masks"])
+def _whiten(data: dict, layout: ResponseLayout) -> Column:
+    mask = layout.local(data["loss_masks"])
     group = data_parallel(with_context_parallel=True).group
     whitened = masked_whiten(flat(data["advantages"]), mask.values, group=group)
     return list(whitened.split([values.size(0) for values in data["advantages"]]))
-
-
-def _slice_cp(data: dict, whole: Sequence[Tensor]) -> RaggedTensor:
-    return slice_samples_with_cp(whole, data["total_lengths"], data["response_lengths"])
-
-
-def _gather_cp(data: dict, local: Sequence[Tensor]) -> Column:
-    return all_gather_samples_with_cp(local, data["total_lengths"], data["response_lengths"])

@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.state.parallel import (
     is_last_stage,
     is_main_rank,
 )
-from slime.backends.megatron_utils.train.cp_utils import slice_samples_with_cp
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.backends.megatron_utils.train.data import LossBatch, RolloutData, sample_name
 from slime.batching.ragged_tensor import flat
 
@@ -41,7 +41,7 @@ def note_mismatch(batch: dict[str, Any]) -> torch.Tensor | None:
     rollout = batch.get("rollout_log_probs")
     if trainer is None or rollout is None:
         return None
-    masks = slice_samples_with_cp(batch["loss_masks"], batch["total_lengths"], batch["response_lengths"])
+    masks = ResponseLayout.of(batch).local(batch["loss_masks"])
     return mismatch_sums_by_sample(flat(trainer), flat(rollout), masks.values, masks.lengths)
 
 

@@ -10,16 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.algorithms.estimators import Estimator, estimator_of
 from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
 from slime.algorithms.reducers import constant_length, turn_mean
 from slime.algorithms.trained_tokens import finite_elsewhere
-from slime.backends.megatron_utils.train.cp_utils import (
-    Reducer,
-    all_gather_samples_with_cp,
-    get_sum_of_sample_mean,
-    slice_samples_with_cp,
-)
+from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.train.hooks import (
     REDUCER_KEYWORDS,
@@ -75,36 +71,32 @@ def policy_loss_function(
     note_finite_samples(batch, log_probs.current, log_probs.old, batch["advantages"])
     if isinstance(batch, LossBatch):
         batch.trainer_log_probs = log_probs.trainer  # for the mismatch meter
-    current = flat(log_probs.current)
-    trained = _local_masks(batch, batch["loss_masks"]).values
-    [advantages] = finite_elsewhere([trained], [flat(batch["advantages"])])
+    layout, estimator, current = ResponseLayout.of(batch), estimator_of(args), flat(log_probs.current)
+    [advantages] = finite_elsewhere([layout.local(batch["loss_masks"]).values], [flat(batch["advantages"])])
 
-    ppo_kl = _ppo_kl(args, batch, log_probs)
-    if args.advantage_estimator == "cispo":
-        pg_loss, pg_clipfrac = compute_cispo_loss(ppo_kl, current, advantages, args.eps_clip, args.eps_clip_high)
+    ppo_kl = _ppo_kl(estimator, layout, batch, log_probs)
+    bounds = (args.eps_clip, args.eps_clip_high)
+    if estimator.loss == "cispo":
+        pg_loss, pg_clipfrac = compute_cispo_loss(ppo_kl, current, advantages, *bounds)
     else:
-        clip_c = args.eps_clip_c
-        pg_loss, pg_clipfrac = compute_policy_loss(ppo_kl, advantages, args.eps_clip, args.eps_clip_high, clip_c)
+        pg_loss, pg_clipfrac = compute_policy_loss(ppo_kl, advantages, *bounds, args.eps_clip_c)
     metrics: dict[str, Tensor] = {}
     if args.use_opsm:
-        keep = _off_policy_sequences(args, batch, log_probs)
+        keep = _off_policy_sequences(args, layout, batch, log_probs)
         pg_loss, metrics["opsm_clipfrac"] = pg_loss * keep, sum_of_sample_mean(1 - keep)
 
     reduce, masks = sum_of_sample_mean, batch["loss_masks"]
     if args.use_tis or args.get_mismatch_metrics:
-        ois = (-ppo_kl).exp().detach()
         pg_loss, masks, tis_metrics = _correct_importance(args, batch, log_probs, pg_loss)
         # The correction's own metrics are means over the tokens that were trained before it masked any.
-        metrics["ois"] = sum_of_sample_mean(ois)
+        tis_metrics = {"ois": (-ppo_kl).exp().detach(), **tis_metrics}
         metrics.update({name: sum_of_sample_mean(values) for name, values in tis_metrics.items()})
-        if masks is not batch["loss_masks"]:
-            reduce = _reducer(args, batch, masks)
-            if isinstance(batch, LossBatch):
-                batch.kept_weight = reduce(torch.ones_like(ois, dtype=torch.float64))
+    if masks is not batch["loss_masks"]:
+        reduce = _reducer(args, layout, batch, masks)
 
     # of what the loss is made of; metrics weigh as they do in other runs
-    terms = _turn_mean(batch, masks) if args.pg_loss_reducer == "turn_mean" else reduce
-    loss = pg = _pg_reducer(args, batch, masks, terms)(pg_loss)
+    terms = _turn_mean(layout, batch, masks) if args.pg_loss_reducer == "turn_mean" else reduce
+    loss = pg = _pg_reducer(args, layout, batch, masks, terms)(pg_loss)
     entropy = terms(torch.cat(result["entropy"]))
     if args.entropy_coef != 0:
         loss = loss - args.entropy_coef * entropy
@@ -112,11 +104,7 @@ def policy_loss_function(
         kl = terms(_kl_to_reference(args, batch, log_probs))
         loss = loss + args.kl_loss_coef * kl
         metrics["kl_loss"] = kl.detach()
-    if batch.get("opd_reverse_kl") is not None:
-        metrics["opd_reverse_kl"] = reduce(flat(batch["opd_reverse_kl"]))
-    if log_probs.rollout is not None:
-        difference = (flat(log_probs.trainer) - flat(log_probs.rollout)).abs()
-        metrics["train_rollout_logprob_abs_diff"] = reduce(difference).detach()
+    metrics.update(_comparisons(batch, log_probs, reduce))
     return loss, {
         "loss": loss.detach(),
         "pg_loss": pg.detach(),
@@ -125,6 +113,17 @@ def policy_loss_function(
         "ppo_kl": reduce(ppo_kl).detach(),
         **metrics,
     }
+
+
+def _comparisons(batch: dict[str, Any], log_probs: LogProbs, reduce: Reducer) -> dict[str, Tensor]:
+    """Return the metrics that compare the policy with its teacher and with the engines, where there are such."""
+    metrics = {}
+    if batch.get("opd_reverse_kl") is not None:
+        metrics["opd_reverse_kl"] = reduce(flat(batch["opd_reverse_kl"]))
+    if log_probs.rollout is not None:
+        difference = (flat(log_probs.trainer) - flat(log_probs.rollout)).abs()
+        metrics["train_rollout_logprob_abs_diff"] = reduce(difference).detach()
+    return metrics
 
 
 def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogProbs:
@@ -148,32 +147,30 @@ def _mask_untrained(batch: dict[str, Any], column: Column, *, fill: Column) -> R
     The column's own values there, such as placeholder log-probs of a tool's text, may make ``exp`` of a difference
     infinite. Masks are multiplied afterwards, and infinity times 0 is NaN.
     """
-    masks = _local_masks(batch, batch["loss_masks"])
+    masks = ResponseLayout.of(batch).local(batch["loss_masks"])
     return RaggedTensor(torch.where(masks.values != 0, flat(column), flat(fill)), masks.lengths)
 
 
-def _whole(batch: dict[str, Any], column: Column) -> list[Tensor]:
-    return all_gather_samples_with_cp(column, batch["total_lengths"], batch["response_lengths"])
-
-
-def _ppo_kl(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
-    """old - current per local token; with GSPO the masked mean over the whole response, for each of its tokens."""
-    if args.advantage_estimator != "gspo":
+def _ppo_kl(estimator: Estimator, layout: ResponseLayout, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+    """old - current per local token; of sequences the masked mean over the whole response, for each of its tokens."""
+    if estimator.ratio == "token":
         return flat(log_probs.old) - flat(log_probs.current)
     return compute_gspo_kl(
-        full_log_probs=_whole(batch, log_probs.current),
-        full_old_log_probs=_whole(batch, log_probs.old),
+        full_log_probs=layout.whole(log_probs.current),
+        full_old_log_probs=layout.whole(log_probs.old),
         local_log_probs=log_probs.current,
         loss_masks=batch["loss_masks"],
     )
 
 
-def _off_policy_sequences(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+def _off_policy_sequences(
+    args: Namespace, layout: ResponseLayout, batch: dict[str, Any], log_probs: LogProbs
+) -> Tensor:
     """OPSM: 0 for tokens with A < 0 of sequences whose mean(old - current) exceeds ``opsm_delta``, else 1."""
     keep, _ = compute_opsm_mask(
         args=args,
-        full_log_probs=_whole(batch, log_probs.current),
-        full_old_log_probs=_whole(batch, log_probs.old),
+        full_log_probs=layout.whole(log_probs.current),
+        full_old_log_probs=layout.whole(log_probs.old),
         advantages=batch["advantages"],
         loss_masks=batch["loss_masks"],
     )
@@ -201,40 +198,37 @@ def _correct_importance(
     return checked_correction(custom, result, pg_loss, batch["loss_masks"])
 
 
-def _reducer(args: Namespace, batch: dict[str, Any], masks: Column) -> Reducer:
+def _reducer(args: Namespace, layout: ResponseLayout, batch: dict[str, Any], masks: Column) -> Reducer:
     """The reducer with other masks as numerators; denominators stay those of the original masks."""
     sums = batch.get("rollout_mask_sums")
     if sums is None:
         sums = [mask.sum() for mask in batch["loss_masks"]]
-    return get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        masks,
-        args.calculate_per_token_loss,
-        sample_denoms=sums,
-    )
+    reduce = layout.reducer(masks, sums, per_token=args.calculate_per_token_loss)
+    if isinstance(batch, LossBatch):
+        tokens = torch.ones(sum(layout.local_lengths()), dtype=torch.float64, device=masks[0].device)
+        batch.kept_weight = reduce(tokens)
+    return reduce
 
 
-def _pg_reducer(args: Namespace, batch: dict[str, Any], masks: Column, default: Reducer) -> Reducer:
+def _pg_reducer(
+    args: Namespace, layout: ResponseLayout, batch: dict[str, Any], masks: Column, default: Reducer
+) -> Reducer:
     if args.pg_loss_reducer == "constant_length":
-        return constant_length(_local_masks(batch, masks), args.pg_loss_length)
+        return constant_length(layout.local(masks), args.pg_loss_length)
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
     if custom is None:
         return default
     # by name alone: a function written for the four arguments may hide them behind **kwargs
     rollouts = {name: batch[name] for name in REDUCER_KEYWORDS if custom.has_parameter(name)}
-    lengths = (batch["total_lengths"], batch["response_lengths"])
-    result = custom(*lengths, list(masks), args.calculate_per_token_loss, **rollouts)
+    result = custom(
+        layout.total_lengths, layout.response_lengths, list(masks), args.calculate_per_token_loss, **rollouts
+    )
     return checked_reducer(custom, result)
 
 
-def _turn_mean(batch: dict[str, Any], masks: Column) -> Reducer:
+def _turn_mean(layout: ResponseLayout, batch: dict[str, Any], masks: Column) -> Reducer:
     own = torch.stack([mask.sum() for mask in batch["loss_masks"]])
-    return turn_mean(_local_masks(batch, masks), own, batch["rollout_turn_counts"])
-
-
-def _local_masks(batch: dict[str, Any], masks: Column) -> RaggedTensor:
-    return slice_samples_with_cp(masks, batch["total_lengths"], batch["response_lengths"])
+    return turn_mean(layout.local(masks), own, batch["rollout_turn_counts"])
 
 
 def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:

@@ -24,11 +24,7 @@ from slime.backends.megatron_utils.state.parallel import (
     is_main_rank,
     tensor_parallel,
 )
-from slime.backends.megatron_utils.train.cp_utils import (
-    all_gather_with_cp,
-    get_sum_of_sample_mean,
-    slice_samples_with_cp,
-)
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.backends.megatron_utils.train.data import RolloutData, num_samples, per_sample_columns, sample_index
 from slime.models.flops import forward_flops
 from slime.observability.logging_utils import log
@@ -56,13 +52,9 @@ def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
     token. Of rewards every trajectory has one, the mean of its samples'. Other scalars, and tensors of any other length
     (columns of the user's own), have a plain mean.
     """
-    reduce_tokens = get_sum_of_sample_mean(
-        data["total_lengths"],
-        data["response_lengths"],
-        data["loss_masks"],
-        sample_denoms=data.get("rollout_mask_sums"),
-    )
-    masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
+    layout = ResponseLayout.of(data)
+    reduce_tokens = layout.reducer(data["loss_masks"], data.get("rollout_mask_sums"))
+    masks = layout.local(data["loss_masks"])
     sizes = [mask.shape for mask in masks]
     device = data["loss_masks"][0].device
     weight = float(reduce_tokens(torch.ones(sum(size.numel() for size in sizes), device=device, dtype=torch.float64)))
@@ -232,7 +224,7 @@ def _surprise(data: RolloutData, correct: list[int]) -> float:
     """Sum over samples of this rank's part of the mean of -log p over trained tokens."""
     log_probs, total = _log_probs(data), 0.0
     assert log_probs is not None
-    local = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
+    local = ResponseLayout.of(data).local(data["loss_masks"])
     for i in correct:
         total -= float(where_trained(local[i], log_probs[i]).sum() / data["loss_masks"][i].sum().clamp_min(1))
     return total
@@ -392,8 +384,7 @@ def save_train_dump(args: Namespace, rollout_id: int, data: RolloutData) -> None
 
 def _full_length(data: RolloutData, name: str, column: Any) -> list[Any]:
     if name in _CP_LOCAL:
-        lengths = zip(column, data["total_lengths"], data["response_lengths"], strict=True)
-        column = [all_gather_with_cp(values, total, response) for values, total, response in lengths]
+        column = ResponseLayout.of(data).whole(column)
     return [_to_host(value) for value in column]
 
 

@@ -15,7 +15,7 @@ from slime.algorithms.losses import compute_value_loss
 from slime.backends.megatron_utils.checkpoints.directory import TORCH_DIST, stored_format
 from slime.backends.megatron_utils.checkpoints.formats import shapes_of
 from slime.backends.megatron_utils.model.value_head import VALUE_HEAD
-from slime.backends.megatron_utils.train.cp_utils import Reducer, response_rows_and_targets, slice_samples_with_cp
+from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout, response_rows_and_targets
 from slime.backends.megatron_utils.train.data import RolloutData, num_samples, sample_name
 from slime.backends.megatron_utils.train.response_logits import note_finite_samples, packed_row
 from slime.batching.ragged_tensor import flat
@@ -104,7 +104,7 @@ def _check_values(data: RolloutData) -> None:
             f"the critic sent values of {len(values)} samples, this rank has {num_samples(data)}: do actor and critic "
             "divide the batch alike?"
         )
-    masks = slice_samples_with_cp(data["loss_masks"], data["total_lengths"], data["response_lengths"])
+    masks = ResponseLayout.of(data).local(data["loss_masks"])
     for i, (value, mask) in enumerate(zip(values, masks, strict=True)):
         if value.shape != mask.shape:
             raise ValueError(

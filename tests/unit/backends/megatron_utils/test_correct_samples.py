@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.megatron_utils.state.parallel import Ranks
 from slime.backends.megatron_utils.train import train_metrics as reporting
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.backends.megatron_utils.train.train_metrics import correct_sample_means
 from tests.support.arguments import run_args
 
@@ -57,9 +58,7 @@ def test_context_parallel_ranks_share_a_sample(monkeypatch: pytest.MonkeyPatch) 
     parts: list[Any] = []
     for rank in (0, 1):
         monkeypatch.setattr(reporting, "context_parallel", lambda rank=rank: Ranks(rank, 2))
-        monkeypatch.setattr(
-            reporting, "slice_samples_with_cp", lambda column, *_, rank=rank: [v[rank::2] for v in column]
-        )
+        monkeypatch.setattr(ResponseLayout, "local", lambda _, column, rank=rank: [v[rank::2] for v in column])
         mine = data(log_probs=[values[rank::2] for values in data()["log_probs"]])
         correct_sample_means(ARGS, mine, lambda part: parts.append(part) or [part])
     assert correct_sample_means(ARGS, mine, lambda _: parts) == pytest.approx(whole)

@@ -1,0 +1,42 @@
+"""Put the table of built-in rewards into ``docs/en/get_started/usage.md``; ``--check`` only compares.
+
+The rows below the comment ``<!-- reward types -->`` are those of ``slime.algorithms.reward_types``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from slime.algorithms.reward_types import REWARD_TYPES
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "get_started" / "usage.md"
+_TABLE = re.compile(r"(<!-- reward types -->\n)(?:\|.*\n)*")
+
+
+def render() -> str:
+    """Return the page with today's table."""
+    lines = ["| `--rm-type` | reads |", "|---|---|"]
+    lines += [f"| `{kind.name}` | {kind.reads} |" for kind in REWARD_TYPES.values()]
+    table = "".join(f"{line}\n" for line in lines)
+    return _TABLE.sub(lambda found: found[1] + table, PAGE.read_text(encoding="utf-8"))
+
+
+def main() -> int:
+    """Rewrite the page; with ``--check`` only report (exit status 1) that it is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
+    page = render()
+    if not parser.parse_args().check:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    if PAGE.read_text(encoding="utf-8") == page:
+        return 0
+    print(f"{PAGE} does not list the built-in rewards; run `python -m {__spec__.name}`", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
