@@ -123,8 +123,8 @@ def read_words(
     unknown = [w.split("=", 1)[0] for w in words if looks_like_flag(w, known) and w.split("=", 1)[0] not in known]
     if unknown and not ignore_unknown:
         messages = [_unknown_message(name, known) for name in dict.fromkeys(unknown)]
-        own = [OF_YOUR_OWN] if any(message.startswith("unknown flag") for message in messages) else []
-        raise ArgumentError("\n".join([*messages, *own]))
+        own = [OF_YOUR_OWN] if any(may_be_own for _, may_be_own in messages) else []
+        raise ArgumentError("\n".join([*(message for message, _ in messages), *own]))
     for name, equals, value in (word.partition("=") for word in words):
         if equals and value == "--" and name in known and known[name].nargs != 0:  # argparse makes a list of it
             raise ArgumentError(f"{name}: expected a value, got '--'")
@@ -178,22 +178,24 @@ def repeated_messages(parser: argparse.ArgumentParser, words: Sequence[str]) -> 
     return messages
 
 
-def _unknown_message(name: str, known: Mapping[str, argparse.Action]) -> str:
+def _unknown_message(name: str, known: Mapping[str, argparse.Action]) -> tuple[str, bool]:
+    """Return what is wrong with ``name``, and whether it may be a flag of the user's own that was not declared."""
     owned = {**sglang.owned_options(), **router.owned_options()}
     if name in owned:
-        return f"{name} is set by slime itself: {owned[name]}"
+        return f"{name} is set by slime itself: {owned[name]}", False
     positive = "--" + name.removeprefix("--no-").replace("_", "-")
     if name.startswith("--no-") and positive in known and known[positive].nargs == 0:
-        return f"unknown flag {name}; {positive} is off unless it is given, here or in the --config file"
+        return f"unknown flag {name}; {positive} is off unless it is given, here or in the --config file", True
     guess = nearest(name, list(known))
     offered = f"; {package} has no such flag" if (package := _package(name)) else ""
     if guess is None:
         stem = name.lstrip("-").removeprefix("sglang-").removeprefix("router-")
         word = max(re.split(r"[-_]", stem), key=len)
-        return f"unknown flag {name}{offered}; `--help {word}` lists the flags that mention {word!r}"
+        return f"unknown flag {name}{offered}; `--help {word}` lists the flags that mention {word!r}", True
     if dashes_are_foreign(name):
-        return f"{name} begins with a dash that is no hyphen, as pasted from a formatted text; did you mean {guess}?"
-    return f"unknown flag {name}{offered}; did you mean {guess}?"
+        pasted = "begins with a dash that is no hyphen, as pasted from a formatted text"
+        return f"{name} {pasted}; did you mean {guess}?", False
+    return f"unknown flag {name}{offered}; did you mean {guess}?", True
 
 
 def _package(name: str) -> str | None:

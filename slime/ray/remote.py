@@ -16,6 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from slime.ray.stopped import StoppedProcesses
 from slime.utils import shared_memory
+from slime.utils.structured_error import ErrorData, StructuredError, data_of, merged
 
 logger = logging.getLogger(__name__)
 
@@ -28,32 +29,22 @@ PING_EVERY_S = 2.0
 F = TypeVar("F", bound=Callable[..., Any])
 LAST_LINES = 20
 
-PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "socket closed",
-    "timed out waiting",
-)
-"""Signs that a rank failed because another one had: gloo's and NCCL's words for a vanished peer."""
-
 
 # Failures
 
 
-class RemoteFailure(RuntimeError):
-    """An exception inside one of the run's actors: its type and message, and its traceback as text (``details``)."""
+class RemoteFailure(StructuredError):
+    """An exception inside one of the run's actors: its type and message, its traceback as text (``details``), and its
+    data.
+    """
 
-    def __init__(self, message: str, details: str = "") -> None:
-        super().__init__(message, details)
+    def __init__(self, message: str, details: str = "", data: ErrorData | None = None) -> None:
+        super().__init__(message, data)
         self.message = message
         self.details = details
 
-    def __str__(self) -> str:
-        return self.message
 
-
-class EngineDied(RuntimeError):
+class EngineDied(StructuredError):
     """An engine or router process ended while the run needed it. The message holds its last log lines."""
 
 
@@ -74,21 +65,24 @@ def reports_errors(method: F) -> F:
         except (RemoteFailure, EngineDied):
             raise
         except Exception as e:  # noqa: BLE001  (re-raised in a form that travels)
-            raise RemoteFailure(one_line_kind(e), clean_traceback(e)) from None
+            raise RemoteFailure(one_line_kind(e), clean_traceback(e), data_of(e)) from None
 
     return call  # type: ignore[return-value]
 
 
 def one_line_kind(error: BaseException) -> str:
     """Return ``Type: message`` of the root exception, with its notes."""
-    root = error
-    if isinstance(root, RayTaskError) and root.cause is not None:
-        root = root.cause
+    root = _root(error)
     text = str(root)
     if isinstance(root, (RemoteFailure, EngineDied)):
         return text
     notes = "".join(f"\n  {note}" for note in getattr(root, "__notes__", ()))
     return (f"{type(root).__name__}: {text}" if text else type(root).__name__) + notes
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return what was raised in an actor, where ``error`` is Ray's word for it."""
+    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 def clean_traceback(error: BaseException) -> str:
@@ -112,16 +106,16 @@ def describe(error: BaseException, name: str, what: str, log: Path | None) -> Re
         return RemoteFailure(f"{name} ended unexpectedly during {what}: {reason}{said}{shared_memory.hint(said)}", "")
     if isinstance(error, GetTimeoutError):
         return RemoteFailure(f"{name} did not answer during {what}: {error}")
-    cause = error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
+    cause = _root(error)
     details = cause.details if isinstance(cause, RemoteFailure) else clean_traceback(cause)
-    where = "" if name in str(cause) else f"\n  in {name}, during {what}"
-    return RemoteFailure(f"{one_line_kind(cause)}{where}" + (f"\n  log: {log}" if log else ""), details)
+    kind = one_line_kind(cause)
+    where = "" if name in kind else f"\n  in {name}, during {what}"
+    return RemoteFailure(f"{kind}{where}" + (f"\n  log: {log}" if log else ""), details, data_of(cause))
 
 
 def is_secondary(error: BaseException) -> bool:
     """True when ``error`` looks like the consequence of another rank's end rather than a cause."""
-    text = str(error).lower()
-    return any(sign in text for sign in PEER_LOST)
+    return data_of(_root(error)).get("peer_lost", False)
 
 
 def last_lines(log: Path | None, n: int = LAST_LINES) -> str:
@@ -261,9 +255,9 @@ def _wait_for_one(pending: list[Any], watched: list[Any], timeout_s: float) -> l
             if not is_watched:
                 failed.append((ref, e))
             elif isinstance(e, RayTaskError):
-                cause = e if e.cause is None else e.cause
+                cause = _root(e)
                 known = isinstance(cause, (EngineDied, RemoteFailure))
-                raise cause if known else RemoteFailure(one_line_kind(e)) from None
+                raise cause if known else RemoteFailure(one_line_kind(e), data=data_of(cause)) from None
             else:
                 raise describe(e, "the rollout manager", "the run", None) from None
     return failed
@@ -287,5 +281,6 @@ def _cause(
     report = describe(first[1], names[first[0]].name, what, names[first[0]].log)
     rest = [f"{names[ref].name}: {one_line_kind(e).splitlines()[0]}" for ref, e in failures if ref != first[0]]
     if rest:
-        report = RemoteFailure(report.message + "\n  then also " + "; ".join(rest), report.details)
+        data = merged([report.data, *(data_of(_root(e)) for _, e in failures if not is_secondary(e))])
+        report = RemoteFailure(report.message + "\n  then also " + "; ".join(rest), report.details, data)
     return report

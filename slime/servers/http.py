@@ -7,11 +7,13 @@ from typing import Any
 
 import requests
 
+from slime.utils.structured_error import StructuredError, from_text
+
 _BODY_SHOWN = 2000
 
 
-class ServerError(RuntimeError):
-    """A control call that failed for good.
+class ServerError(StructuredError):
+    """A control call that failed for good; ``data`` is what slime's engine plug-in has put into the reply.
 
     Attributes:
         method: HTTP method.
@@ -23,10 +25,12 @@ class ServerError(RuntimeError):
     server = "server"
 
     def __init__(self, method: str, url: str, *, status: int | None, body: str, hint: str = "") -> None:
+        body, data = from_text(body)
         self.method, self.url, self.status, self.body = method, url, status, body
         shown = body if len(body) <= _BODY_SHOWN else f"{body[:_BODY_SHOWN]}... ({len(body)} characters)"
         outcome = "got no reply" if status is None else f"answered {status}"
-        super().__init__(f"{method} {url}: the {self.server} {outcome}: {shown.strip()}{' ' + hint if hint else ''}")
+        message = f"{method} {url}: the {self.server} {outcome}: {shown.strip()}{' ' + hint if hint else ''}"
+        super().__init__(message, data)
 
 
 class EngineError(ServerError):

@@ -30,6 +30,7 @@ from slime.servers.http_replies import (
     HttpRequestError,
     HttpTimeoutError,
     LatestEvents,
+    NoEngine,
     Rejected,
     Retry,
     StreamLostError,
@@ -37,7 +38,6 @@ from slime.servers.http_replies import (
     answering_engine,
     check_status,
     engine_of,
-    has_no_engine,
     is_lost_upstream,
     transport_errors,
     wrong_with,
@@ -271,7 +271,7 @@ class HttpClient:
                     rejected += isinstance(last, Rejected)
                     if rejected >= MOST_REJECTED:
                         break
-                    if attempt >= max(1, max_attempts) and not has_no_engine(last):
+                    if attempt >= max(1, max_attempts) and not isinstance(last, NoEngine):
                         break
                     delay = min(BACKOFF_CAP_S, BACKOFF_BASE_S * 2 ** min(attempt - 1, 10)) * random.uniform(0.5, 1.0)
                     busy = rid is not None and last.status in BUSY_STATUSES

@@ -74,6 +74,14 @@ class Retry(Exception):
         self.reason, self.status, self.body, self.retry_after = reason, status, body, retry_after
 
 
+class NoEngine(Retry):
+    """A router has no engine to send to: engines may be on their way back, so only the deadline ends this.
+
+    Routers answer 503 with a code; smg, as long as it knows no model, 404. A run that gets no engine back is ended by
+    what watches the engines.
+    """
+
+
 class Rejected(Retry):
     """An answer that came whole and is not used: ``engine_url`` gave it, None when that is not known."""
 
@@ -127,24 +135,16 @@ def check_status(reply: aiohttp.ClientResponse | WholeReply, raw: bytes, attempt
     if reply.status < 400:
         return
     text = raw.decode("utf-8", "replace")
-    if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text) or _NO_WORKER in text:
+    has_no_engine = _NO_WORKER in text or (reply.status == 503 and "no_available_workers" in text)
+    if reply.status in RETRIED_STATUSES or is_lost_upstream(reply.status, text) or has_no_engine:
         retry_after = reply.headers.get("retry-after", "")
-        raise Retry(
+        raise (NoEngine if has_no_engine else Retry)(
             f"answered {reply.status}", reply.status, text, float(retry_after) if retry_after.isdigit() else 0.0
         )
     raise HttpRequestError(
         reply.method, str(reply.url), "was refused", status=reply.status, body=text, attempts=attempts,
         elapsed=time.monotonic() - started,
     )  # fmt: skip
-
-
-def has_no_engine(failure: Retry) -> bool:
-    """True when a router has no engine to send to: engines may be on their way back, so only the deadline ends this.
-
-    Routers answer 503 with this code; smg, as long as it knows no model, 404. A run that gets no engine back is
-    ended by what watches the engines.
-    """
-    return (failure.status == 503 and "no_available_workers" in failure.body) or _NO_WORKER in failure.body
 
 
 def is_lost_upstream(status: int, text: str) -> bool:

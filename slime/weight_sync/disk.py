@@ -1,4 +1,4 @@
-"""Weights through files: the trainers' half. What engines do with the files: ``slime.ray.manager.engines.control``."""
+"""Weights through files: the trainers' half. What engines do with the files: ``steps.load_files``."""
 
 from __future__ import annotations
 

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from slime.backends.megatron_utils.state.parallel import first_error
+from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.servers.http import EngineTimeoutError
+from slime.utils.structured_error import ErrorData, StructuredError, data_of, merged
 
 T = TypeVar("T")
 
 
-_LATE = "no answer within"
-
-
-def engines_that_hang(message: str) -> dict[str, str]:
-    """Return the engines that a WeightSyncError's text says were late: URL -> what they did not do."""
-    what = re.search(r"Weight sync could not (.*) on \d+ of \d+ engines:", message)
-    late = re.findall(rf"^ *(\S+): {_LATE}", message, re.MULTILINE)
-    return dict.fromkeys(late, f"could not {what[1] if what else 'take the weights'}")
-
-
-class WeightSyncError(RuntimeError):
+class WeightSyncError(StructuredError):
     """A push of weights that did not reach every engine; the engines' weights must be regarded as unknown."""
 
 
-def failed(what: str, failures: Sequence[str], engines: int) -> WeightSyncError:
-    """Return the error of a step that failed on some of the engines, one line each."""
+class Failure(NamedTuple):
+    """One engine's part in a step that failed; ``late``: it did not answer."""
+
+    url: str
+    reason: str
+    late: bool = False
+    data: ErrorData | None = None
+
+
+def failed(what: str, failures: Sequence[Failure], engines: int) -> WeightSyncError:
+    """Return the error of a step that failed on some of the engines, one line each; its data names the late ones."""
+    hanging = {failure.url: f"could not {what}" for failure in failures if failure.late}
+    own = ErrorData(hanging=hanging) if hanging else ErrorData()
     return WeightSyncError(
         f"Weight sync could not {what} on {len(failures)} of {engines} engines:\n  "
-        + "\n  ".join(failures)
-        + "\nThe weights of the engines are unknown now; see the engines' logs under the run directory."
+        + "\n  ".join(f"{failure.url}: {failure.reason}" for failure in failures)
+        + "\nThe weights of the engines are unknown now; see the engines' logs under the run directory.",
+        merged([own, *(failure.data or ErrorData() for failure in failures)]),
     )
 
 
-def late(url: str, deadline_s: float) -> str:
-    """Return the line of an engine that did not answer in time."""
-    return f"{url}: {_LATE} {deadline_s:.0f} s (--weight-sync-timeout)"
+def late(url: str, deadline_s: float) -> Failure:
+    """Return the failure of an engine that did not answer in time."""
+    return Failure(url, f"no answer within {deadline_s:.0f} s (--weight-sync-timeout)", late=True)
 
 
 def agree(error: Exception | None) -> None:
     """Collective over the trainer: raise ``WeightSyncError`` on every rank when any of them has an ``error``.
 
-    What fails on one rank must end the push on all, in the same place: otherwise the others wait for it for ever.
+    What fails on one rank must end the push on all, in the same place: otherwise the others wait for it for ever. Every
+    rank gets the data of all of them, and so decides alike.
     """
     mine = None
     if error is not None:
-        mine = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
-    first = first_error(mine)
-    if first is not None:
-        raise error if isinstance(error, WeightSyncError) else WeightSyncError(first) from error
+        text = str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        mine = (text, data_of(error))
+    failures = [found for found in gather_from_world(mine) if found is not None]
+    if not failures:
+        return
+    data = merged(data for _, data in failures)
+    if isinstance(error, WeightSyncError):
+        error.data = data
+        raise error
+    raise WeightSyncError(failures[0][0], data) from error
 
 
 def attempt(step: Callable[[], Any]) -> None:
@@ -92,9 +101,9 @@ class FanOut:
             except TimeoutError:
                 failures.append(late(client.url, deadline_s))
             except EngineTimeoutError as error:
-                failures.append(f"{client.url}: {_LATE} its deadline: {error}")
+                failures.append(Failure(client.url, f"no answer within its deadline: {error}", late=True))
             except Exception as error:  # noqa: BLE001 - collected, named and raised below
-                failures.append(f"{client.url}: {type(error).__name__}: {error}")
+                failures.append(Failure(client.url, f"{type(error).__name__}: {error}", data=data_of(error)))
         if failures:
             raise failed(what, failures, len(self.clients))
         return results

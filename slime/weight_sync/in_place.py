@@ -30,7 +30,7 @@ from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import WeightSource, drain
 from slime.weights.delta.codec import WHOLE_ABOVE, Array, apply, checksum, encode
 from slime.weights.delta.manifest import Version, state_of
-from slime.weights.delta.message import DTYPE, REFUSED, Message, Part, PartForm
+from slime.weights.delta.message import DTYPE, Message, Part, PartForm
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class InPlaceTransport(DistributedTransport):
             try:
                 return self._send_changes(prepared, base, weight_version)
             except WeightSyncError as e:
-                if REFUSED not in str(e):
+                if not e.data.get("refused"):
                     raise
                 logger.warning("sending all weights: %s", e)
         return self._send_all(source, weight_version)
@@ -169,7 +169,7 @@ class InPlaceTransport(DistributedTransport):
         try:
             attempt(partial(self._note, note))
         except WeightSyncError as e:
-            if REFUSED not in str(e):
+            if not e.data.get("refused"):
                 raise
             logger.warning("all weights are sent in every push, since an engine cannot take changes: %s", e)
             self._takes_changes, self._content = False, {}

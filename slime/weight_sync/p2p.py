@@ -23,7 +23,7 @@ from slime.backends.megatron_utils.weights import describe_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import control_group, listen_on
-from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt, failed, late
+from slime.weight_sync.fanout import Failure, FanOut, WeightSyncError, attempt, failed, late
 from slime.weight_sync.quantized import weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
 from slime.weights.delta.codec import checksum
@@ -264,7 +264,7 @@ class Sender:
         except TransferError as error:
             urls = {target.peer: target.url for target in self._targets}
             reasons = [
-                late(urls[peer], self.timeout_s) if reason is None else f"{urls[peer]}: {reason}"
+                late(urls[peer], self.timeout_s) if reason is None else Failure(urls[peer], reason)
                 for peer, reason in error.reasons.items()
             ]
             raise failed("write weights into the memory", reasons, len(set(urls.values()))) from error

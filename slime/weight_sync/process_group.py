@@ -28,9 +28,9 @@ from slime.servers.http_utils import get_host_info
 from slime.servers.types import EngineInfo
 from slime.utils.distributed_utils import init_process_group
 from slime.utils.network import join_address
+from slime.utils.structured_error import data_of
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import FanOut, WeightSyncError, failed, late
-from slime.weights.delta.message import REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -151,8 +151,11 @@ class EngineGroup:
         """Wait for the broadcast, but no longer than until the first engine refuses to join it."""
         deadline = time.monotonic() + self.timeout_s
         while not is_completed():
-            if refusing := [f for f in futures if f.done() and f.exception() and REFUSED not in str(f.exception())]:
-                self._raise_first(refusing, what)
+            errors = [future.exception() for future in futures if future.done()]
+            # One that has received the bytes and refused them takes part in the broadcast to the end.
+            for error in (error for error in errors if error and not data_of(error).get("refused")):
+                message = f"Weight sync could not {what}: {type(error).__name__}: {error}"
+                raise WeightSyncError(message, data_of(error)) from error
             if time.monotonic() > deadline:
                 clients = self._fanout.clients
                 missing = [c.url for c, future in zip(clients, futures, strict=True) if not future.done()]
@@ -163,12 +166,6 @@ class EngineGroup:
                     f"{self.timeout_s:.0f} s (--weight-sync-timeout); an engine may have died, see the engines' logs."
                 )
             time.sleep(_POLL_S)
-
-    def _raise_first(self, futures: list[Future[Any]], what: str) -> None:
-        for future in futures:
-            error = future.exception()
-            if error is not None:
-                raise WeightSyncError(f"Weight sync could not {what}: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Leave the group. An engine that has exited is not an error: it has left the group already.

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from argparse import Namespace
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from slime.servers.engine_client import EngineClient
+from slime.servers.types import EngineInfo
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 30.0
+
+
+class Copier(Protocol):
+    """The processes of an engine, which copy files to its hosts."""
+
+    def pull_weights(self, directory: str, deadline_s: float) -> str: ...
+
+
+class Member(Protocol):
+    """An engine that loads weights from files."""
+
+    @property
+    def known_info(self) -> EngineInfo: ...
+
+    @property
+    def engine(self) -> Copier: ...
 
 
 def health_check(control: FanOut, timeout: float) -> None:
@@ -51,3 +71,34 @@ def verify(control: FanOut, version: int, timeout: float) -> None:
 def resume(control: FanOut, timeout: float) -> None:
     """Let every engine continue."""
     control.call("continue", lambda c: c.resume(), timeout)
+
+
+def load_files(args: Namespace, members: Sequence[Member], directory: str, version: int, *, pause_mode: str) -> None:
+    """Let every engine load the checkpoint in ``directory`` and report ``version``.
+
+    With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.
+    Then: pause, flush, load, verify, continue. Raises WeightSyncError naming the engines that failed or are late; all
+    of them stay paused then.
+    """
+    timeout = float(args.weight_sync_timeout)
+    clients = [EngineClient.of(member.known_info, timeout) for member in members]
+    member_of = dict(zip(clients, members, strict=True))
+    paths = dict.fromkeys(clients, directory)
+    control = FanOut(clients)
+    try:
+        health_check(control, timeout)
+        if args.update_weight_local_checkpoint_dir is not None:
+            copies = control.call(
+                f"copy {directory} to its host", lambda c: member_of[c].engine.pull_weights(directory, timeout), timeout
+            )
+            paths = dict(zip(clients, copies, strict=True))
+        pause_and_flush(control, pause_mode, timeout)
+        hint = " (a path that their hosts must share with the trainers)" if args.rollout_external else ""
+        control.call(
+            f"load {directory}{hint}",
+            lambda c: c.update_weights_from_disk(paths[c], flush_cache=False, weight_version=str(version)),
+            timeout,
+        )
+        verify_and_continue(control, version, timeout)
+    finally:
+        control.close()

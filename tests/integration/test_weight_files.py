@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.engine import EngineProcess
-from slime.ray.manager.engines.control import load_weights_from_disk
 from slime.ray.manager.engines.members import Member, State
-from slime.weight_sync import WeightSyncError
+from slime.weight_sync import WeightSyncError, steps
 from slime.weights import versions as version_files
 from slime.weights.delta import host_copy as delta_files
 from tests.integration.test_weight_sync import generate, start
@@ -63,12 +62,11 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
             time.sleep(0.05)
         args = run_args(
             weight_sync_timeout=60.0,
-            weight_sync_pause_mode="auto",
             update_weight_local_checkpoint_dir=str(local),
         )
         engine = SimpleNamespace(pull_weights=lambda path, deadline: str(version_files.pull(path, local)))
         member = Member(engine, State.SERVING, process.info)  # type: ignore[arg-type]
-        load_weights_from_disk(args, [member], str(directory), 2, synchronous_loop=False)  # type: ignore[arg-type]
+        steps.load_files(args, [member], str(directory), 2, pause_mode="retract")  # type: ignore[arg-type]
         for thread in threads:
             thread.join(300)
         assert [len(r["output_ids"]) for r in replies] == [TOKENS, TOKENS]
@@ -94,7 +92,7 @@ def test_two_stages_write_what_an_engine_reads_with_requests_in_flight(tmp_path:
         shard.write_bytes(content)
         (version_files.version_dir(local, 2) / version_files.CHECKSUMS).unlink()
         with pytest.raises(WeightSyncError, match=rf"{shard.name} has xxh3-128"):
-            load_weights_from_disk(args, [member], str(directory), 3, synchronous_loop=False)  # type: ignore[arg-type]
+            steps.load_files(args, [member], str(directory), 3, pause_mode="retract")  # type: ignore[arg-type]
         assert client.weight_version() == "export"
         assert len(generate(client, PROMPT, 2)["output_ids"]) == 2
     finally:
@@ -111,7 +109,7 @@ def check_changes(args: Any, process: EngineProcess, shared: Path, local: Path) 
         directory, held = version_files.version_dir(shared, version), client.weights_checksum()
         delta_files.pull(directory, local)
         assert client.weights_checksum() == held  # files that it has read are not its weights
-        load_weights_from_disk(args, [member], str(directory), version, synchronous_loop=False)
+        steps.load_files(args, [member], str(directory), version, pause_mode="retract")
         assert client.weight_version() == str(version)
         assert (client.weights_checksum() == before) == (version == 1)  # what the engine had already
     assert [path.name for path in version_files.versions(local)] == ["weight_v000003"]

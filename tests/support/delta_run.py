@@ -14,9 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slime.ray.driver.weight_files import WeightFiles
+from slime.ray.driver.weight_push import WeightFiles
 from slime.ray.remote import RemoteFailure
 from slime.utils import atomic_file
+from slime.utils.structured_error import data_of
 from slime.weight_sync import delta, disk
 from slime.weight_sync.delta import DeltaWriter
 from slime.weights import versions as version_files
@@ -124,7 +125,7 @@ class DeltaRun:
             try:
                 delta_files.pull(directory, host)
             except delta_files.NoWayError as e:
-                raise RemoteFailure(f"Weight sync could not copy: {type(e).__name__}: {e}") from e
+                raise RemoteFailure(f"Weight sync could not copy: {type(e).__name__}: {e}", data=data_of(e)) from e
 
 
 def _export(model: dict[str, torch.Tensor], args: Any, out: Path, *, quantizer: Any) -> None:

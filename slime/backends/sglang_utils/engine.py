@@ -161,7 +161,8 @@ class EngineProcess:
 
         Raises:
             EngineStartError: it exited, or is not ready ``deadline_s`` seconds after this call (default
-                ``args.engine_ready_timeout``). The message holds its last log lines; the process has been ended.
+                ``args.engine_ready_timeout``). The message holds its last log lines, the data says whether they are
+                about a port that was taken; the process has been ended.
         """
         seconds = float(self.args.engine_ready_timeout if deadline_s is None else deadline_s)
         deadline = time.monotonic() + seconds
@@ -178,8 +179,7 @@ class EngineProcess:
                     self.start()
                     client = self.client(timeout=10.0)
                     continue
-                self.stop()
-                raise EngineStartError(ended if shared_memory.hint(ended) else f"{ended}\n{_ADVICE}")
+                raise self._start_error(ended if shared_memory.hint(ended) else f"{ended}\n{_ADVICE}")
             if client.is_healthy(timeout=5.0) and self._generates(client, deadline) and self._is_ours(client):
                 logger.info("%s: ready after %.1f s", self.name, time.monotonic() - self._started_at)
                 if self._scratch is not None:
@@ -191,9 +191,14 @@ class EngineProcess:
                     self.log_path,
                     self.last_lines(),
                 )
-                self.stop()
-                raise EngineStartError(f"{message}\n{_ADVICE}")
+                raise self._start_error(f"{message}\n{_ADVICE}")
             time.sleep(_POLL_S)
+
+    def _start_error(self, message: str) -> EngineStartError:
+        """End the process and return the error."""
+        taken = looks_like_port_conflict(self.last_lines())
+        self.stop()
+        return EngineStartError(message, {"port_taken": taken})
 
     def poll(self) -> str | None:
         """Return None while the engine runs, else what ended it, with its last log lines."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime.utils.structured_error import StructuredError
 
-class ServerStartError(RuntimeError):
+
+class ServerStartError(StructuredError):
     """An engine or a router did not become ready: it exited, or its deadline passed. Carries its last log lines."""
 
 

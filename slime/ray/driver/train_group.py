@@ -22,10 +22,9 @@ from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.actors.train_actor import TrainRayActor
 from slime.ray.driver.rollout_handle import handle_of
-from slime.ray.driver.weight_files import WeightFiles
+from slime.ray.driver.weight_push import WeightPush
 from slime.ray.manager.engines import canary
-from slime.ray.remote import DAY_S, LivenessMonitor, Peer, RemoteFailure, wait_all, wait_one
-from slime.servers.types import EngineInfo
+from slime.ray.remote import DAY_S, LivenessMonitor, Peer, wait_all, wait_one
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,6 @@ START_DEADLINE_S = 3600.0
 SAVE_DEADLINE_S = 3600.0
 OFFLOAD_DEADLINE_S = 900.0
 DRAIN_DEADLINE_S = 60.0
-PUSH_ATTEMPTS = 4
 QUIT_DEADLINE_S = 30.0
 ELSEWHERE_GRACE_S = 5.0
 """Grace for processes of other hosts, whose end cannot be observed from here."""
@@ -75,13 +73,12 @@ class RayTrainGroup:
         self._critic: RayTrainGroup | None = None
         self._training: tuple[int, list[Any]] | None = None  # the last rollout that was started on, and its answers
         self._starting: list[Any] = []
-        self._files = WeightFiles(args, self._publish, self._load)
+        self._push = WeightPush(args, self)
         self._saved: int | None = None
         self._start: int | None = None
         self.canary: list[float] | None = None
         """Log-probs of ``canary.TOKENS`` with the weights that the run starts from; ``create`` asks for them."""
         self._next: int | None = None  # the rollout after the last one whose training was started here
-        self._reported_step: int | None = None
         self._transient = TransientCheckpoints(args)
 
     # Life of the ranks
@@ -112,7 +109,7 @@ class RayTrainGroup:
             self.launch()
         if rollout_manager is not None:
             self.set_rollout_manager(rollout_manager)
-        results = self._call_all("setup", f"starting the {self.role}", START_DEADLINE_S, self._master(), self.with_ref)
+        results = self.call_ranks("setup", f"starting the {self.role}", START_DEADLINE_S, self._master(), self.with_ref)
         starts = {start for start, _ in results}
         if len(starts) != 1:
             raise RuntimeError(
@@ -125,7 +122,7 @@ class RayTrainGroup:
         if self._start is None:
             self._start = start
             if self.role == "actor" and not self.args.debug_train_only:
-                found = self._call_all("canary", "log-probs of a fixed prompt", START_DEADLINE_S, canary.TOKENS)
+                found = self.call_ranks("canary", "log-probs of a fixed prompt", START_DEADLINE_S, canary.TOKENS)
                 self.canary = next(log_probs for log_probs in found if log_probs is not None)
         return start
 
@@ -145,12 +142,11 @@ class RayTrainGroup:
             what = f"starting the {self.role}"
             self._start = wait_all(self._starting, self._peers(), what, START_DEADLINE_S, self._watch)[0]
             self._starting = []
-            self._send_layout(self._call_all("layout", what, START_DEADLINE_S)[0])
+            self._send_layout(self.call_ranks("layout", what, START_DEADLINE_S)[0])
 
     def _send_layout(self, config: dict[str, int]) -> None:
         if self.role == "actor":
-            sending = self._rollout_manager.set_train_parallel_config.remote(config)
-            self._wait([sending], "sending the parallel layout to the manager")
+            self.call_manager("set_train_parallel_config", "sending the parallel layout to the manager", config)
 
     def _master(self) -> tuple[str, int]:
         loopback = len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
@@ -169,7 +165,7 @@ class RayTrainGroup:
         """
         if self._actors:
             self._complete()
-            where = self._call_all("process_location", f"releasing the {self.role}", QUIT_DEADLINE_S)
+            where = self.call_ranks("process_location", f"releasing the {self.role}", QUIT_DEADLINE_S)
             actors, self._actors = self._actors, []
             end_actors(actors, where)
             logger.info("the %s has been released", self.role)
@@ -224,7 +220,7 @@ class RayTrainGroup:
         Without ``keep`` it is not exported to ``--save-hf``, and is removed once there is a later one.
         """
         what = f"saving the {self.role} after rollout {rollout_id}"
-        self._call_all("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
+        self.call_ranks("save", what, SAVE_DEADLINE_S, rollout_id, force_sync, keep)
         self._collect()
         self._saved = rollout_id
         if force_sync:
@@ -243,92 +239,52 @@ class RayTrainGroup:
         # Drivers of users wait for generation and training with ``ray.get``, and fetch no metrics.
         self._collect()
         if self._rollout_manager is not None:
-            tracking.ingest(self._call_manager("drain_records", "collecting metrics"))
+            tracking.ingest(self.call_manager("drain_records", "collecting metrics"))
         if self.args.debug_train_only and self.args.keep_old_actor:
-            self._call_all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
+            self.call_ranks("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
         if self._rollout_manager is None or self.args.debug_train_only or self.args.debug_rollout_only:
             return None
-        if self._actors:
-            self._files.begin()
-        for attempt in range(1, PUSH_ATTEMPTS + 1):
-            self._call_manager("recover_updatable_engines", "waiting for lost engines")
-            engines = self._call_manager("get_updatable_engines", "asking for the engines")
-            if not engines:
-                return None
-            try:
-                version = self._push(engines, synchronous_loop)
-                break
-            except RemoteFailure as e:
-                from slime.weight_sync.fanout import engines_that_hang  # Megatron comes with it
+        return self._push.run(synchronous_loop, new_weights=bool(self._actors))
 
-                hanging = engines_that_hang(str(e))
-                self._call_manager("mark_unreachable_engines_dead", "looking for the engine that failed", hanging)
-                living = self._call_manager("get_updatable_engines", "asking for the engines that are left")
-                lost = [f"engine {engine.rank}" for engine in engines if engine not in living]
-                if not lost or attempt == PUSH_ATTEMPTS:
-                    raise
-                logger.warning("retrying the weight push without %s: %s", ", ".join(lost), e)
-        self._report_step(version)
-        self._call_manager("clear_updatable_num_new_engines", "sending requests to new engines", version)
-        return version
+    def call_ranks(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
+        """Call a method on every rank; return the results in the order of the ranks."""
+        refs = [getattr(actor, method).remote(*args) for actor in self._actors]
+        return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
 
-    def _report_step(self, version: int) -> None:
-        """Report to the manager which training step made ``version``, for drivers that do not (``--max-staleness``).
+    def call_manager(self, method: str, what: str, *args: Any, deadline_s: float | None = None) -> Any:
+        """Call a method of the rollout manager; the deadline is that of starting engines unless it is given."""
+        ref = getattr(self._rollout_manager, method).remote(*args)
+        deadline_s = 3 * self.args.engine_ready_timeout if deadline_s is None else deadline_s
+        return wait_one(ref, Peer("the rollout manager"), what, deadline_s, self._watch, self.others)
 
-        Before the first training it is what the run starts with. Weights that no training changed count as before.
-        """
+    def step_of_weights(self) -> int | None:
+        """Return the training step that made the weights; before the first training what the run starts with."""
         given = self.args.start_rollout_id
-        step = self._next if self._next is not None else self._start if given is None else given
-        if step is not None and step != self._reported_step:
-            self._wait([self._rollout_manager.weights_updated.remote(version, step)], "reporting the weight version")
-            self._reported_step = step
-
-    def _push(self, engines: list[EngineInfo], synchronous_loop: bool) -> int:
-        if self.args.update_weight_transport == "disk":
-            version = self._files.push(engines, synchronous_loop)
-            self._call_all("weights_synced", "noting a weight sync", OFFLOAD_DEADLINE_S, synchronous_loop)
-            return version
-        deadline = 4 * self.args.weight_sync_timeout
-        return int(self._call_all("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
-
-    def _publish(self, version: int, engines: Sequence[EngineInfo], confirmed: int | None) -> str:
-        """Let the trainers write the weights; with ``--release-train`` they make room for the engines then."""
-        what = f"writing weight version {version}"
-        directory = self._call_all("publish_weights", what, SAVE_DEADLINE_S, version, list(engines), confirmed)[0]
-        if self.args.release_train:
-            self.release()
-            if self.args.offload_rollout:
-                self._call_manager("onload_weights", "onloading the engines' weights")
-        return str(directory)
-
-    def _load(self, directory: str, version: int, synchronous_loop: bool) -> None:
-        loading = self._rollout_manager.load_weights.remote(directory, version, synchronous_loop)
-        deadline = 6 * self.args.weight_sync_timeout
-        wait_one(loading, Peer("the rollout manager"), "loading weights from files", deadline, self._watch)
+        return self._next if self._next is not None else self._start if given is None else given
 
     def offload(self) -> None:
         """Move the trainers' state off their devices; nothing happens when it is."""
-        self._call_all("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
+        self.call_ranks("sleep", f"offloading the {self.role}", OFFLOAD_DEADLINE_S)
 
     def onload(self) -> None:
         """Undo ``offload``."""
-        self._call_all("wake_up", f"onloading the {self.role}", OFFLOAD_DEADLINE_S)
+        self.call_ranks("wake_up", f"onloading the {self.role}", OFFLOAD_DEADLINE_S)
 
     def clear_memory(self) -> None:
         """Give cached device memory back."""
-        self._call_all("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
+        self.call_ranks("clear_memory", f"clearing memory of the {self.role}", OFFLOAD_DEADLINE_S)
 
     def finish_saving(self) -> None:
         """Complete a checkpoint that is being written (``--async-save``)."""
-        self._call_all("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
+        self.call_ranks("finish_saving", f"completing the {self.role}'s checkpoint", SAVE_DEADLINE_S)
 
     def finish(self) -> None:
         """Complete checkpoints that are still being written, and collect the last metrics."""
         self._complete()
-        self._files.clear()
+        self._push.files.clear()
 
     def _complete(self) -> None:
-        self._call_all("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
+        self.call_ranks("finish", f"completing the {self.role}'s checkpoints", SAVE_DEADLINE_S)
         self._collect()
 
     # What training loops of slime 0.1 call: they wait with ``ray.get`` for lists, which are empty here when all is done
@@ -371,23 +327,6 @@ class RayTrainGroup:
     def _peers(self) -> list[Peer]:
         logs = Path(self.args.run_dir) / "logs"
         return [Peer(f"{self.role} rank {r}", logs / f"{self.role}_rank{r}.log") for r in range(self.world_size)]
-
-    def _call_all(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
-        refs = [getattr(actor, method).remote(*args) for actor in self._actors]
-        return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
-
-    def _call_manager(self, method: str, what: str, *args: Any) -> Any:
-        return self._wait([getattr(self._rollout_manager, method).remote(*args)], what)[0]
-
-    def _wait(self, refs: list[Any], what: str) -> list[Any]:
-        return wait_all(
-            refs,
-            [Peer("the rollout manager")] * len(refs),
-            what,
-            self.args.engine_ready_timeout * 3,
-            self._watch,
-            self.others,
-        )
 
     def _collect(self) -> None:
         refs = [actor.drain_records.remote() for actor in self._actors]

@@ -20,6 +20,7 @@ import numpy as np
 
 from slime.utils.atomic_file import write_atomically
 from slime.utils.cores import usable_cores
+from slime.utils.structured_error import StructuredError
 from slime.weights import versions
 from slime.weights.delta.codec import Array, CorruptDeltaError, apply, checksum
 from slime.weights.delta.manifest import MANIFEST, Entry, Manifest, Version
@@ -28,16 +29,18 @@ logger = logging.getLogger(__name__)
 
 STATE = "state.json"
 MAX_THREADS = 32
-NO_WAY = "no way from a whole version of the weights to"
-"""In the message of ``NoWayError``: the text is what arrives on the driver, which then has a whole version written."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class NoWayError(RuntimeError):
-    """The changes on the shared directory do not lead to the version that is asked for."""
+class NoWayError(StructuredError):
+    """The changes on the shared directory do not lead to the version that is asked for.
+
+    The driver has a whole version written then.
+    """
 
     def __init__(self, target: Version, why: object) -> None:
-        super().__init__(f"{NO_WAY} {target}: {why}")
+        message = f"no way from a whole version of the weights to {target}: {why}"
+        super().__init__(message, {"needs_full_version": True})
 
 
 @dataclass(frozen=True)

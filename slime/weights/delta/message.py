@@ -20,8 +20,6 @@ from slime.weights.delta.manifest import Version
 DTYPE = "slime_changes"
 """Stands where a request names the type of its tensor: a server without slime's plug-in refuses it, and does not take
 the bytes for a weight."""
-REFUSED = "slime: these changes are not for this engine"
-"""In the reply of an engine that has received a message and not taken it: all weights are to be sent instead."""
 
 PartForm = Form | Literal["same"]
 

@@ -25,11 +25,10 @@ from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.manager.engines import external
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import restarts as engine_restarts
-from slime.ray.manager.engines.control import load_weights_from_disk
 from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.engines.members import State
 from slime.servers.types import EngineInfo
-from slime.weight_sync import WeightSyncError, resolve_pause_mode
+from slime.weight_sync import WeightSyncError, resolve_pause_mode, steps
 from tests.support.arguments import CONFIG
 from tests.support.external_engine import ExternalServer
 from tests.support.fake_fleet import PATIENCE_S, Router, World, infos, push
@@ -265,7 +264,7 @@ def test_weights_through_files(attached: Any, servers: Any) -> None:
     run = attached(one, two)
     one.calls.clear()
     run.fleet.offer()
-    load_weights_from_disk(run.fleet.args, run.fleet.offered, "/shared/weight_v000004", 4, synchronous_loop=False)
+    steps.load_files(run.fleet.args, run.fleet.offered, "/shared/weight_v000004", 4, pause_mode="abort")
     assert one.version == two.version == "4"
     load = "update_weights_from_disk /shared/weight_v000004"
     assert one.calls == ["pause_generation", "flush_cache", load, "continue_generation"]
@@ -274,7 +273,7 @@ def test_weights_through_files(attached: Any, servers: Any) -> None:
     with pytest.raises(
         WeightSyncError, match=rf"(?s)hosts must share with the trainers\) on 1 of 2 engines.*{two.url}"
     ):
-        load_weights_from_disk(run.fleet.args, run.fleet.offered, "/shared/weight_v000005", 5, synchronous_loop=False)
+        steps.load_files(run.fleet.args, run.fleet.offered, "/shared/weight_v000005", 5, pause_mode="abort")
 
 
 def test_without_the_flag_a_lost_engine_stays_away(attached: Any, servers: Any, caplog: Any) -> None:

@@ -50,12 +50,13 @@ def test_async_init_answers_with_the_first_rollout_of_every_rank(clock: FakeRay)
 
 @pytest.mark.usefixtures("one_node")
 def test_the_first_push_counts_as_the_weights_that_the_run_starts_with(clock: FakeRay) -> None:
-    group, args = ready(a_rank(4)), dry("--run-dir", "/nowhere")
+    rank = a_rank(4)
+    rank.answers["update_weights"] = 1
+    group, args = ready(rank), dry("--run-dir", "/nowhere")
     args.start_rollout_id = None  # with a checkpoint the loop sets it after this call, on arguments of its own
     group.async_init(args, "actor")
     manager = Remote(get_updatable_engines=["engine"], recover_updatable_engines=0)
     group.set_rollout_manager(manager)
-    group._push = lambda engines, synchronous: 1  # type: ignore[method-assign]
     assert group.async_update_weights() == []
     assert ("weights_updated", 1, 4) in manager.calls
 

@@ -159,7 +159,7 @@ class TakenOnce(Actor):
     def __getattr__(self, name: str) -> Any:
         if name == "wait_ready":
             first = not any(call == "stop" for call, _, _ in self.calls)
-            answer = Ref(RemoteFailure("EngineStartError: exited\n | OSError: [Errno 98] Address already in use"))
+            answer = Ref(RemoteFailure("EngineStartError: exited", data={"port_taken": True}))
             self.answers[name] = answer if first else Ref(INFO)
         return super().__getattr__(name)
 

@@ -15,6 +15,10 @@ from tests.support.fake_ray import NEVER, FakeRay, Ref
 PEERS = [Peer(f"actor rank {i}") for i in range(3)]
 
 
+def consequence(message: str) -> RemoteFailure:
+    return RemoteFailure(message, data={"peer_lost": True})
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
@@ -45,9 +49,9 @@ def test_a_failed_rank_is_reported_at_once_while_others_never_answer(clock: Fake
 
 def test_the_cause_is_told_before_the_ranks_that_lost_their_peer(clock: FakeRay) -> None:
     refs = [
-        Ref(RemoteFailure("RuntimeError: Connection closed by peer [10.0.0.1]"), at=1.0),
+        Ref(consequence("RuntimeError: Connection closed by peer [10.0.0.1]"), at=1.0),
         Ref(RemoteFailure("OutOfMemoryError: no memory"), at=2.5),
-        Ref(RemoteFailure("RuntimeError: broken pipe"), at=1.2),
+        Ref(consequence("RuntimeError: broken pipe"), at=1.2),
     ]
     with pytest.raises(RemoteFailure) as failed:
         wait_all(refs, PEERS, "training", 1000)
@@ -62,8 +66,8 @@ def test_the_cause_is_told_before_the_ranks_that_lost_their_peer(clock: FakeRay)
 def test_once_the_cause_is_known_nobody_waits_for_its_consequences(clock: FakeRay) -> None:
     refs = [
         Ref(RemoteFailure("OutOfMemoryError: no memory"), at=1.0),
-        Ref(RemoteFailure("RuntimeError: broken pipe"), at=1.1),
-        Ref(RemoteFailure("RuntimeError: broken pipe"), at=3.5),
+        Ref(consequence("RuntimeError: broken pipe"), at=1.1),
+        Ref(consequence("RuntimeError: broken pipe"), at=3.5),
     ]
     with pytest.raises(RemoteFailure, match="OutOfMemoryError"):
         wait_all(refs, PEERS, "training", 1000)
@@ -71,7 +75,7 @@ def test_once_the_cause_is_known_nobody_waits_for_its_consequences(clock: FakeRa
 
 
 def test_consequences_alone_are_reported_after_a_short_while(clock: FakeRay) -> None:
-    refs = [Ref(RemoteFailure("RuntimeError: broken pipe"), at=1.0), Ref(at=NEVER), Ref(at=NEVER)]
+    refs = [Ref(consequence("RuntimeError: broken pipe"), at=1.0), Ref(at=NEVER), Ref(at=NEVER)]
     with pytest.raises(RemoteFailure, match="broken pipe"):
         wait_all(refs, PEERS, "training", 1000)
     assert clock.now < 1.0 + remote.ROOT_CAUSE_GRACE_S + 0.5
@@ -130,7 +134,7 @@ def test_a_watch_that_ends_peacefully_is_no_failure(clock: FakeRay) -> None:
 
 
 def test_a_watch_that_ended_peacefully_does_not_make_a_failure_spin(clock: FakeRay) -> None:
-    refs = [Ref(RemoteFailure("RuntimeError: broken pipe"), at=1.0), Ref(at=NEVER)]
+    refs = [Ref(consequence("RuntimeError: broken pipe"), at=1.0), Ref(at=NEVER)]
     with pytest.raises(RemoteFailure, match="broken pipe"):
         wait_all(refs, PEERS[:2], "saving", 60, [Ref(None, at=2.0)])
     assert clock.waits < 50

@@ -12,7 +12,7 @@ from slime.arguments import ArgumentError
 from slime.observability import tracking
 from slime.observability.tracking import Tracker
 from slime.ray import remote
-from slime.ray.driver import rollout_handle, train_group
+from slime.ray.driver import rollout_handle, train_group, weight_push
 from slime.ray.driver.rollout_handle import RolloutHandle
 from slime.ray.driver.train_group import RayTrainGroup
 from slime.ray.remote import EngineDied, EnginesNeedWeights, RemoteFailure
@@ -331,11 +331,11 @@ def test_a_push_that_fails_while_all_engines_answer_is_a_failure(clock: FakeRay)
 
 
 def test_engines_that_die_in_every_push_end_the_run(clock: FakeRay) -> None:
-    lives = [[EngineInfo(f"http://e0:{port}")] for port in range(2 * train_group.PUSH_ATTEMPTS)]
+    lives = [[EngineInfo(f"http://e0:{port}")] for port in range(2 * weight_push.PUSH_ATTEMPTS)]
     rank = Failing(100)
     with pytest.raises(RemoteFailure, match="did not pause"):
         make_group([rank], Losing(*lives)).update_weights()
-    assert rank.names == ["update_weights"] * train_group.PUSH_ATTEMPTS
+    assert rank.names == ["update_weights"] * weight_push.PUSH_ATTEMPTS
 
 
 class Needy(Remote):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.ray.driver.train_group import TransientCheckpoints, resume_args
-from slime.ray.driver.weight_files import WeightFiles
+from slime.ray.driver.weight_push import WeightFiles
 from tests.support.arguments import run_args
 
 

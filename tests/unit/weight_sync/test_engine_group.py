@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from slime.servers.types import EngineInfo
+from slime.utils.structured_error import StructuredError
 from slime.weight_sync import process_group
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weight_sync.process_group import EngineGroup
-from slime.weights.delta.message import REFUSED
 
 BUCKET = Bucket((("a", torch.zeros(3)),), is_last=True)
 
@@ -117,8 +117,8 @@ def test_a_group_whose_broadcasts_ended_is_left_in_peace(backend: str, wire: Tor
     client = Client()
     group = group_of(client, backend)
     group.send(BUCKET, weight_version="1")
-    client.answer = RuntimeError(REFUSED)
-    with pytest.raises(WeightSyncError, match=REFUSED):
+    client.answer = StructuredError("not for this engine", {"refused": True})
+    with pytest.raises(WeightSyncError, match="not for this engine"):
         group.send(BUCKET, weight_version=None, as_dtype="slime_changes")
     group.close()
     assert wire.closed == ["destroyed"]
@@ -128,9 +128,9 @@ def test_a_group_whose_broadcasts_ended_is_left_in_peace(backend: str, wire: Tor
 def test_a_refusal_does_not_end_a_broadcast_that_others_still_receive(wire: Torch) -> None:
     wire.connected.set()
     client = Client()
-    client.answer = RuntimeError(REFUSED)
+    client.answer = StructuredError("not for this engine", {"refused": True})
     threading.Timer(0.1, wire.ended.set).start()
     group = group_of(client, "gloo", timeout_s=10.0)
-    with pytest.raises(WeightSyncError, match=REFUSED):
+    with pytest.raises(WeightSyncError, match="not for this engine"):
         group.send(BUCKET, weight_version=None)
     assert wire.ended.is_set()

@@ -10,39 +10,40 @@ from types import SimpleNamespace
 import pytest
 
 from slime.servers.engine_client import EngineClient
-from slime.weight_sync import steps
-from slime.weight_sync.fanout import FanOut, WeightSyncError, engines_that_hang
+from slime.utils.structured_error import StructuredError
+from slime.weight_sync import fanout, steps
+from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt
 from tests.support.standin import StandInCluster
 
 
 def test_the_deadline_is_that_of_all_engines_together() -> None:
     end = threading.Event()
-    fanout = FanOut([SimpleNamespace(url=f"http://e{i}") for i in range(40)])
+    control = FanOut([SimpleNamespace(url=f"http://e{i}") for i in range(40)])
     began = time.monotonic()
     try:
         with pytest.raises(WeightSyncError, match=r"could not wait on 40 of 40 engines"):
-            fanout.call("wait", lambda client: end.wait(60), deadline_s=0.4)
+            control.call("wait", lambda client: end.wait(60), deadline_s=0.4)
         assert time.monotonic() - began < 8  # not 40 x 0.4 s
     finally:
         end.set()
-        fanout.close()
+        control.close()
 
 
 def test_an_answer_that_came_in_time_counts_though_it_is_looked_at_late() -> None:
-    fanout = FanOut([SimpleNamespace(url="late"), SimpleNamespace(url="early")])
+    control = FanOut([SimpleNamespace(url="late"), SimpleNamespace(url="early")])
     end = threading.Event()
     try:
         with pytest.raises(WeightSyncError) as caught:
-            fanout.call("answer", lambda client: client.url == "early" or end.wait(20), deadline_s=0.3)
+            control.call("answer", lambda client: client.url == "early" or end.wait(20), deadline_s=0.3)
     finally:
         end.set()
-        fanout.close()
+        control.close()
     assert "1 of 2 engines" in str(caught.value)
     assert "early" not in str(caught.value)
 
 
-def said_of_an_engine_that_hangs_on(path: str) -> tuple[str, str]:
-    """Push to two engines, one of which answers all calls but ``path``; return its URL and the error's text."""
+def what_a_push_raises_of_an_engine_that_hangs_on(path: str) -> tuple[str, WeightSyncError]:
+    """Push to two engines, one of which answers all calls but ``path``; return its URL and the error."""
     with StandInCluster(2) as cluster:
         hangs = cluster.engines[1]
         hangs.hangs_on.add(path)
@@ -59,7 +60,7 @@ def said_of_an_engine_that_hangs_on(path: str) -> tuple[str, str]:
             push()
         control.close()
         clients[1].loads(timeout=10.0)  # the server itself goes on answering
-        return hangs.url, str(caught.value)
+        return hangs.url, caught.value
 
 
 def test_an_engine_that_hangs_in_one_call_of_a_push_is_named() -> None:
@@ -73,6 +74,34 @@ def test_an_engine_that_hangs_in_one_call_of_a_push_is_named() -> None:
         "/continue_generation": "continue",
     }
     with ThreadPoolExecutor(len(steps_of_calls)) as pool:
-        results = list(pool.map(said_of_an_engine_that_hangs_on, steps_of_calls))
-    for (url, text), step in zip(results, steps_of_calls.values(), strict=True):
-        assert engines_that_hang(f"rank 0 failed\n{text}") == {url: f"could not {step}"}
+        results = list(pool.map(what_a_push_raises_of_an_engine_that_hangs_on, steps_of_calls))
+    for (url, error), step in zip(results, steps_of_calls.values(), strict=True):
+        assert error.data == {"hanging": {url: f"could not {step}"}}
+
+
+def test_the_data_of_every_engine_s_failure_is_that_of_the_step() -> None:
+    control = FanOut([SimpleNamespace(url="refuses"), SimpleNamespace(url="dies")])
+
+    def load(client: SimpleNamespace) -> None:
+        raise StructuredError("no", {"refused": True}) if client.url == "refuses" else ConnectionError("Broken pipe")
+
+    with pytest.raises(WeightSyncError, match="load on 2 of 2 engines") as caught:
+        control.call("load", load, deadline_s=5.0)
+    control.close()
+    assert caught.value.data == {"refused": True, "peer_lost": True}
+
+
+@pytest.mark.parametrize("own", [None, WeightSyncError("mine", {"refused": True}), ValueError("mine")])
+def test_every_rank_raises_with_the_data_of_all(own: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ("another rank's", {"hanging": {"http://e1": "could not pause"}})
+    monkeypatch.setattr(fanout, "gather_from_world", lambda mine: [None, other, mine])
+
+    def step() -> None:
+        if own is not None:
+            raise own
+
+    with pytest.raises(WeightSyncError) as caught:
+        attempt(step)
+    assert str(caught.value) == ("mine" if isinstance(own, WeightSyncError) else "another rank's")
+    refused = {"refused": True} if isinstance(own, WeightSyncError) else {}
+    assert caught.value.data == {**refused, "hanging": {"http://e1": "could not pause"}}

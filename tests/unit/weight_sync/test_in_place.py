@@ -19,6 +19,7 @@ from torch import nn
 
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
+from slime.utils.structured_error import from_text
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weights.delta.codec import CorruptDeltaError
@@ -119,7 +120,7 @@ class Group:
             if self.strike is not None:
                 self.strike()
         if refused:
-            raise WeightSyncError(f"{self.plugin.REFUSED}: {refused}")
+            raise WeightSyncError(f"not for this engine: {refused}", {"refused": True})
 
     def close(self) -> None:
         pass
@@ -353,7 +354,7 @@ class Engine:
         dtypes = [as_dtype or "bfloat16"]
         done, why = self.plugin.take(stock, self.updater, bucket.names, dtypes, [list(self.sent.shape)], "slime", None)
         if not done:
-            raise WeightSyncError(why)
+            raise WeightSyncError(*from_text(why))
 
 
 @pytest.mark.parametrize("draft_path", [None, "/m", "/draft"])
@@ -380,5 +381,6 @@ def test_a_message_that_is_not_taken_is_answered_and_ends_nothing(
     engine = Engine(plugin, None, monkeypatch)
     run.transport._group = engine  # type: ignore[assignment]
     bucket = Bucket((("x", torch.frombuffer(bytearray(b"no message"), dtype=torch.uint8)),), is_last=True)
-    with pytest.raises(WeightSyncError, match=f"{plugin.REFUSED}: rank 0: CorruptDeltaError"):
+    with pytest.raises(WeightSyncError, match="this engine: rank 0: CorruptDeltaError") as e:
         engine.send(bucket, weight_version=None, as_dtype=plugin.DTYPE)
+    assert e.value.data == {"refused": True}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
 from slime.weight_sync import p2p
-from slime.weight_sync.fanout import WeightSyncError, engines_that_hang
+from slime.weight_sync.fanout import WeightSyncError
 from slime.weight_sync.p2p import Sender, share_of
 from slime.weights.p2p import agents, rendezvous
 from slime.weights.p2p.agents import TransferError, Write
@@ -252,7 +252,7 @@ def test_engines_that_fail_or_are_late_are_named(plugin: Any, monkeypatch: pytes
     sender.agent.reasons = {first: None, second: "connection reset"}
     with pytest.raises(WeightSyncError, match=r"(?s)on 2 of 2 engines:.*engine1: connection reset") as raised:
         push.send()
-    assert engines_that_hang(str(raised.value)) == {"http://engine0": "could not write weights into the memory"}
+    assert raised.value.data["hanging"] == {"http://engine0": "could not write weights into the memory"}
 
 
 def test_every_tensor_is_written_by_one_rank_of_its_stage() -> None:

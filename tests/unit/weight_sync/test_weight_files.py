@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch.distributed as dist
 
-from slime.ray.manager.engines import control
 from slime.servers.types import EngineInfo
-from slime.weight_sync import disk
+from slime.weight_sync import disk, resolve_pause_mode, steps
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weights import versions as version_files
 from tests.support.arguments import run_args
@@ -120,9 +119,10 @@ def load(args: Namespace, directory: Path, version: int, monkeypatch: pytest.Mon
         return str(version_files.pull(path, args.update_weight_local_checkpoint_dir))
 
     monkeypatch.setattr(Client, "log", [])
-    monkeypatch.setattr(control, "EngineClient", Client)
+    monkeypatch.setattr(steps, "EngineClient", Client)
     member = SimpleNamespace(known_info=EngineInfo("http://a"), engine=SimpleNamespace(pull_weights=pull))
-    control.load_weights_from_disk(args, [member], str(directory), version, synchronous_loop=False)  # type: ignore[list-item]
+    pause_mode = resolve_pause_mode(args, synchronous_loop=False)
+    steps.load_files(args, [member], str(directory), version, pause_mode=pause_mode)  # type: ignore[list-item]
     return Client.log
 
 

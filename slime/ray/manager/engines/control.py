@@ -12,9 +12,9 @@ import ray
 from slime.arguments.placement import engine_sizes, models_of
 from slime.ray.manager.engines import canary
 from slime.ray.manager.engines.elastic import ElasticFleet
-from slime.ray.manager.engines.members import EngineChangeError, Member, State
+from slime.ray.manager.engines.members import EngineChangeError, State
 from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
-from slime.servers.engine_client import EngineClient, WeightCheck
+from slime.servers.engine_client import WeightCheck
 from slime.servers.http_utils import get_http_client
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
@@ -99,8 +99,11 @@ class EngineControl:
     @reports_errors
     def load_weights(self, directory: str, version: int, synchronous_loop: bool) -> None:
         """Let the engines last offered load ``version`` of the weights from its directory."""
+        from slime.weight_sync import resolve_pause_mode, steps  # Megatron comes with it
+
         if self.fleet is not None:
-            load_weights_from_disk(self.args, self.fleet.offered, directory, version, synchronous_loop=synchronous_loop)
+            pause_mode = resolve_pause_mode(self.args, synchronous_loop)
+            steps.load_files(self.args, self.fleet.offered, directory, version, pause_mode=pause_mode)
 
     @reports_errors
     def clear_updatable_num_new_engines(self, version: int | None = None) -> None:
@@ -273,40 +276,3 @@ class EngineControl:
             self._engines_ready.wait()
         if self._failure is not None:
             raise self._failure
-
-
-def load_weights_from_disk(
-    args: Namespace, members: Sequence[Member], directory: str, version: int, *, synchronous_loop: bool
-) -> None:
-    """Let every engine load the checkpoint in ``directory`` and report ``version``.
-
-    With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.
-    Then: pause, flush, load, verify, continue. Raises WeightSyncError naming the engines that failed or are late; all
-    of them stay paused then.
-    """
-    from slime.weight_sync import resolve_pause_mode, steps
-    from slime.weight_sync.fanout import FanOut
-
-    timeout = float(args.weight_sync_timeout)
-    infos = [member.known_info for member in members]
-    clients = [EngineClient.of(info, timeout) for info in infos]
-    member_of = dict(zip(clients, members, strict=True))
-    paths = dict.fromkeys(clients, directory)
-    control = FanOut(clients)
-    try:
-        steps.health_check(control, timeout)
-        if args.update_weight_local_checkpoint_dir is not None:
-            copies = control.call(
-                f"copy {directory} to its host", lambda c: member_of[c].engine.pull_weights(directory, timeout), timeout
-            )
-            paths = dict(zip(clients, copies, strict=True))
-        steps.pause_and_flush(control, resolve_pause_mode(args, synchronous_loop), timeout)
-        hint = " (a path that their hosts must share with the trainers)" if args.rollout_external else ""
-        control.call(
-            f"load {directory}{hint}",
-            lambda c: c.update_weights_from_disk(paths[c], flush_cache=False, weight_version=str(version)),
-            timeout,
-        )
-        steps.verify_and_continue(control, version, timeout)
-    finally:
-        control.close()

@@ -14,7 +14,6 @@ from ray.util.placement_group import placement_group_table
 
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import PORT_ATTEMPTS
-from slime.backends.sglang_utils.ports import looks_like_port_conflict
 from slime.ray.actors.engine_actor import EngineActor
 from slime.ray.cluster import on_slot
 from slime.ray.manager.engines.members import SlotsLostError
@@ -70,7 +69,7 @@ class RayEngine:
                 self._kill(self._actors)  # they wait for slots, and would take what its next start is to have
                 raise
             except RemoteFailure as e:  # an engine on one node tries again by itself
-                taken = self.plan.nodes > 1 and looks_like_port_conflict(str(e).splitlines())
+                taken = self.plan.nodes > 1 and e.data.get("port_taken")
                 if not taken or attempt == PORT_ATTEMPTS or self._ended:
                     raise
                 logger.warning("%s: another process took one of its ports; starting all of it again", self)

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slime.utils.structured_error import to_text
 from slime.weights.delta.codec import CorruptDeltaError, read_sparse
 from slime.weights.delta.manifest import Version
-from slime.weights.delta.message import DTYPE, REFUSED, Message, Part
+from slime.weights.delta.message import DTYPE, Message, Part
 from slime_engine_plugin.hook_points import require
 from slime_engine_plugin.weights.drafts import loading_too, own_drafts
 
@@ -107,7 +108,9 @@ def take(
         reasons = [None] * group.world_size
         dist.all_gather_object(reasons, why, group=group.cpu_group)
     found = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None]
-    return (False, f"{REFUSED}: {'; '.join(found)}") if found else (True, "Success")
+    if not found:
+        return True, "Success"
+    return False, to_text(f"these changes are not for this engine: {'; '.join(found)}", {"refused": True})
 
 
 def take_message(model: torch.nn.Module, received: torch.Tensor) -> None:
