@@ -35,6 +35,7 @@ from slime.ray.driver.rollout_handle import RolloutHandle
 from slime.ray.driver.serving import serve
 from slime.ray.manager.rollout_metrics import headline
 from slime.utils.misc import should_run_periodic_action
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -332,7 +333,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
     directories.hold(args)
     try:
         _open(args)
-        args.generates_while_training = overlap
+        record(args, generates_while_training=overlap)
         start.waits_for("Ray, and the slots of the run")
         groups = create_placement_groups(args)
         handle_sigterm()  # Ray has put its own handler there

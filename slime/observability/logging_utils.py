@@ -16,6 +16,7 @@ from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, t
 from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter
 from slime.utils.atomic_file import open_private
 from slime.utils.declared import with_defaults
+from slime.utils.run_state import record
 from slime.utils.secrets import mask_text
 
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
@@ -92,7 +93,7 @@ def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
         if args.use_wandb:
             project = kept.setdefault("wandb_project", args.wandb_project)
             if args.wandb_run_id is None and project == args.wandb_project:
-                args.wandb_run_id = kept.get("wandb_run_id")
+                record(args, wandb_run_id=kept.get("wandb_run_id"))
             writers.append(WandbWriter(args))
             kept |= {"wandb_project": args.wandb_project, "wandb_run_id": args.wandb_run_id}
         if kept and args.run_dir:

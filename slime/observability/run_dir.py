@@ -28,6 +28,7 @@ import yaml
 
 from slime.utils.atomic_file import FULL, space_left, write_atomically
 from slime.utils.plain import plain
+from slime.utils.run_state import record
 from slime.utils.secrets import mask_words, remember
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ def prepare(args: argparse.Namespace) -> Path:
     """
     path = Path(args.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
     remember(args)
-    args.run_dir = str(path)
+    record(args, run_dir=str(path))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for directory in (path, path / "logs", path / "samples"):

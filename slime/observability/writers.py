@@ -19,6 +19,7 @@ from slime.utils.atomic_file import FULL, space_left
 from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
 from slime.utils.plain import plain
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +164,7 @@ class WandbWriter:
             config=wandb_config(args),
             settings=wandb.Settings(base_url=host) if host else None,
         )
-        args.wandb_run_id = self._run.id  # plug-ins and a later --wandb-run-id refer to it
+        record(args, wandb_run_id=self._run.id)  # plug-ins and a later --wandb-run-id refer to it
         for step_key, prefixes in STEP_AXES.items():
             self._run.define_metric(step_key)
             for prefix in prefixes:

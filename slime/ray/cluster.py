@@ -33,6 +33,7 @@ from slime.observability import run_dir
 from slime.observability.best_effort import Files
 from slime.ray import directories
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
+from slime.utils.run_state import record
 from slime.utils.secrets import PASSED, public_environment
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def connect(args: Namespace, slots: int) -> Cluster:
 
         if not args.run_dir:  # a driver of the user's own
             run_dir.prepare(args)
-        args.run_id = run_id
+        record(args, run_id=run_id)
         finalize_for_device(args, device_type)
     except BaseException:  # an interrupted start must leave no process either
         ray.shutdown()

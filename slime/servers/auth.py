@@ -7,6 +7,8 @@ import ipaddress
 import secrets
 from argparse import Namespace
 
+from slime.utils.run_state import record
+
 
 def is_loopback(host: str) -> bool:
     """True when only processes of the same host can reach a server bound to ``host``."""
@@ -28,9 +30,9 @@ def ensure_api_key(args: Namespace, host: str | None = None) -> str:
     """
     # Hexadecimal: SGLang reads its keys as words of a command line, where one that begins with a dash is a flag.
     if args.sglang_api_key is None:
-        args.sglang_api_key = secrets.token_hex(32)
+        record(args, sglang_api_key=secrets.token_hex(32))
     if args.sglang_admin_api_key is None:
-        args.sglang_admin_api_key = secrets.token_hex(32)
+        record(args, sglang_admin_api_key=secrets.token_hex(32))
     key: str = args.sglang_api_key
     return key
 

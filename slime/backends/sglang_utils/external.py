@@ -15,6 +15,7 @@ from slime.arguments.rules.hf_config import read_config
 from slime.arguments.rules.placement import parse_address
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -116,9 +117,12 @@ def _check_kinds(infos: Sequence[ExternalEngineInfo]) -> None:
 
 def apply_external_engine_info_to_args(args: Namespace, infos: Sequence[ExternalEngineInfo]) -> None:
     """Set what of ``args`` follows from the engines: ``--rollout-num-gpus`` too, whatever was given."""
-    args.rollout_external_engine_infos = [info.to_dict() for info in infos]
-    args.rollout_num_engines = len(infos)
-    args.rollout_num_gpus = sum(info.num_gpus for info in infos)
+    record(
+        args,
+        rollout_external_engine_infos=[info.to_dict() for info in infos],
+        rollout_num_engines=len(infos),
+        rollout_num_gpus=sum(info.num_gpus for info in infos),
+    )
 
 
 def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]:

@@ -29,6 +29,7 @@ from slime.ray.manager.rollout_manager import RolloutManager
 from slime.ray.remote import Peer, results_so_far, wait_all, wait_one
 from slime.utils.declared import with_defaults
 from slime.utils.moved import warn_moved
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
     del wandb_run_id  # of drivers of slime 0.1: metrics go through the driver, which has the run
     here = cluster.current()
     if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
-        args.sglang_config = os.path.abspath(args.sglang_config)
+        record(args, sglang_config=os.path.abspath(args.sglang_config))
     manager: Any = (
         ray.remote(RolloutManager)
         .options(
@@ -109,7 +110,7 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
                 f"--num-epoch {args.num_epoch}: the prompts of one epoch do not fill one rollout of "
                 f"--rollout-batch-size {args.rollout_batch_size}; lower it, or give --num-rollout"
             )
-        args.num_rollout = per_epoch * args.num_epoch
+        record(args, num_rollout=per_epoch * args.num_epoch)
         logger.info("%d rollouts: %d epochs of %d", args.num_rollout, args.num_epoch, per_epoch)
         manager.set_num_rollout.remote(args.num_rollout)
     tracking.get_tracker().add_source(lambda: _last_records([manager]))
@@ -169,7 +170,7 @@ def create_training_models(
         actor.offload()
     of_roles = critic is not None or ACTOR in args.role_values
     if args.start_rollout_id is None or (of_roles and "start_rollout_id" not in args.explicit_flags):
-        args.start_rollout_id = start
+        record(args, start_rollout_id=start)
     wait_one(
         rollout_manager.load.remote(args.start_rollout_id - 1, *state),
         Peer("the rollout manager"),

@@ -24,6 +24,7 @@ from slime.ray.driver.rollout_handle import CONTROL_DEADLINE_S, DISPOSE_DEADLINE
 from slime.ray.manager.engines.control import EngineControl
 from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.ray.remote import Peer, reports_errors, wait_one
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def serve(args: Namespace) -> NoReturn:
     space.look(args)
     logger.info("run directory: %s", path)
     if args.sglang_config is not None:  # the manager reads it too, perhaps in another working directory
-        args.sglang_config = os.path.abspath(args.sglang_config)
+        record(args, sglang_config=os.path.abspath(args.sglang_config))
     peer = Peer("the serving manager", path / "logs" / "serving.log")
     start = Starting()
     manager: Any = None

@@ -54,6 +54,7 @@ from slime.servers.key_file import key_for
 from slime.utils import run_key
 from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
 from slime.utils.misc import Box, load_function
+from slime.utils.run_state import record
 from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class RolloutManager(EngineControl):
     def load(self, rollout_id: int | None = None, root: str | None = None) -> None:
         """Restore what ``save(rollout_id)`` saved under ``root`` (``--load``); a run that starts at 0 has nothing."""
         if root is not None:
-            self.args.load = root
+            record(self.args, load=root)
         if self.args.load and rollout_id is not None and rollout_id >= 0:
             check_rollout_files(self.args.load, rollout_id, prompts=self.args.rollout_global_dataset)
         if self.args.rollout_global_dataset:
@@ -185,7 +186,7 @@ class RolloutManager(EngineControl):
         return int(len(self.data_source) // self.args.rollout_batch_size)
 
     def set_num_rollout(self, num_rollout: int) -> None:
-        self.args.num_rollout = num_rollout
+        record(self.args, num_rollout=num_rollout)
 
     def set_train_parallel_config(self, config: Mapping[str, int]) -> None:
         """Set how the trainers divide the data."""

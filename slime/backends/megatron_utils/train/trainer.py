@@ -61,6 +61,7 @@ from slime.batching.columns import RolloutShard
 from slime.batching.ragged_tensor import RaggedTensor
 from slime.observability.profiling import Profiling
 from slime.observability.timer import get_timers, timer
+from slime.utils.run_state import record
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class MegatronTrainer:
         import_megatron()
         self.hooks: TrainerHooks = load_trainer_hooks(self.args)
         initialize_megatron(self.args)
-        self.args.rank, self.args.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        record(self.args, rank=torch.distributed.get_rank(), world_size=torch.distributed.get_world_size())
         if self.hooks.after_megatron_init is not None:
             self.hooks.after_megatron_init(self.args)
         self.parallel_config = self._describe_parallelism()

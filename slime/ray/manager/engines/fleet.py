@@ -34,6 +34,7 @@ from slime.servers.http_utils import get_http_client
 from slime.servers.types import EngineInfo
 from slime.utils import run_key
 from slime.utils.network import get_current_node_ip
+from slime.utils.run_state import record
 from slime.utils.secrets import remember
 from slime.weights.hf.checkpoint import quantization_of, read_config
 
@@ -120,8 +121,9 @@ class EngineFleet:
         start_all(self.members, self.models)
         if not self.args.debug_rollout_only:
             check_renewable(self.args, self._updatable(State.SERVING))
-        self.args.sglang_router_ip, self.args.sglang_router_port = self.models[0].address
-        self.args.sglang_model_routers = {model.name: model.address for model in self.models}
+        ip, port = self.models[0].address
+        routers = {model.name: model.address for model in self.models}
+        record(self.args, sglang_router_ip=ip, sglang_router_port=port, sglang_model_routers=routers)
         self._count_engines()
         if self.args.use_fault_tolerance:
             self._restarts = EngineRestarts(
@@ -368,10 +370,11 @@ class EngineFleet:
 
     def _count_engines(self) -> None:
         """Let what limits the requests in flight know; they are counted where responses are generated."""
-        self.args.sglang_model_engines = {
+        engines = {
             model.name: sum(member.engine.plan.worker_type != "prefill" for member in self._staying(model))
             for model in self.models
         }
+        record(self.args, sglang_model_engines=engines)
 
     def _updatable(self, *states: State) -> list[Member]:
         """The engines in ``states`` that get the trainer's weights."""
