@@ -11,7 +11,7 @@ import fnmatch
 import statistics
 import tomllib
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SHORT_FUNCTION = 8
+LONG_FUNCTION = 67
+FLAGS_OF_A_LIST = 3
+DECLARATIONS = "arguments.groups"
+"""Below the package: where flags are declared."""
 GROUP = "slime.rollout.sglang_rollout.generate_and_rm_group"
 POST = "post"
 
@@ -193,6 +197,55 @@ class Code:
             if isinstance(n, Function)
         )
 
+    def any_parameters(self) -> tuple[int, int]:
+        """How many parameters are annotated as plain ``Any``, and how many there are, ``self`` and ``cls`` left out."""
+        annotations = [
+            a.annotation
+            for module in self.modules.values()
+            for n in module.nodes
+            if isinstance(n, Function)
+            for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs, n.args.vararg, n.args.kwarg)
+            if a is not None and a.arg not in ("self", "cls")
+        ]
+        return sum(a is not None and _last_name(a) == "Any" for a in annotations), len(annotations)
+
+    def long_functions(self) -> list[str]:
+        """The functions of more than ``LONG_FUNCTION`` lines."""
+        return [
+            f"{module.name}.{node.name}"
+            for module in self.modules.values()
+            for node in module.nodes
+            if isinstance(node, Function) and (node.end_lineno or 0) - node.lineno >= LONG_FUNCTION
+        ]
+
+    def flag_lists(self, declared: Collection[str]) -> list[str]:
+        """The places outside of declarations with a list, tuple, set or dict of ``FLAGS_OF_A_LIST`` flags and more.
+
+        A flag is a string, ``--option`` or attribute, or an ``args.attribute``; of a dict keys count, or values that
+        are strings. Where most elements are no flags, and on the right side of ``a, b, c = ...``, it is no list.
+        """
+        found = []
+        for module in self.modules.values():
+            if module.name.startswith(f"{self.package}.{DECLARATIONS}"):
+                continue
+            unpacked = {
+                n.value for n in module.nodes if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Tuple)
+            }
+            for node in module.nodes:
+                if node in unpacked:
+                    continue
+                columns: list[Sequence[ast.AST | None]] = []
+                if isinstance(node, ast.Dict):
+                    columns = [node.keys, [value for value in node.values if isinstance(value, ast.Constant)]]
+                elif isinstance(node, ast.List | ast.Tuple | ast.Set):
+                    columns = [node.elts]
+                for column in columns:
+                    count = sum(_flag_name(item) in declared for item in column)
+                    if count >= FLAGS_OF_A_LIST and 2 * count >= len(column):
+                        found.append(f"{module.name}:{node.lineno} ({count})")
+                        break
+        return found
+
     def upward_imports(self, contracts: list[Mapping[str, Any]]) -> list[str]:
         """Imports against the layers of import-linter's ``contracts``: upwards, or between siblings."""
         found = []
@@ -231,6 +284,14 @@ class Code:
 def _last_name(node: ast.AST) -> str | None:
     """``name`` of the expressions ``name`` and ``x.name``."""
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def _flag_name(node: ast.AST | None) -> str | None:
+    """The attribute that a string, spelled as a flag or as an attribute, or ``args.attribute`` names."""
+    if isinstance(node, ast.Constant):
+        return node.value.removeprefix("--").replace("-", "_") if isinstance(node.value, str) else None
+    of_args = isinstance(node, ast.Attribute) and (_last_name(node.value) or "").endswith("args")
+    return node.attr if of_args and isinstance(node, ast.Attribute) else None
 
 
 def _imported_names(module: Module) -> Iterator[str]:
@@ -279,8 +340,17 @@ def declared_flags() -> set[str]:
     return {flag.dest for flag in all_flags()}
 
 
-def report(code: Code, settings: Mapping[str, Any], declared: set[str]) -> list[tuple[str, str]]:
-    """Return (what, how much) of every measure."""
+def values_of_flags() -> set[str]:
+    """The words that flags take as values; ``fp16`` is one, and a flag too."""
+    from slime.arguments.command_line import all_flags
+
+    return {choice for flag in all_flags() for choice in flag.choices or () if isinstance(choice, str)}
+
+
+def report(
+    code: Code, settings: Mapping[str, Any], declared: set[str], words: Collection[str] = ()
+) -> list[tuple[str, str]]:
+    """Return (what, how much) of every measure. ``words`` are no names of flags even where a flag is called so."""
     lines = {name: module.lines for name, module in code.modules.items()}
     total = sum(lines.values())
     largest = max(lines, key=lines.__getitem__)
@@ -291,6 +361,8 @@ def report(code: Code, settings: Mapping[str, Any], declared: set[str]) -> list[
     circles = code.circles()
     upward = code.upward_imports(settings["importlinter"]["contracts"])
     typed = code.typed_lines(settings["mypy"])
+    lists, long = code.flag_lists(declared.difference(words)), code.long_functions()
+    plain_any, parameters = code.any_parameters()
     return [
         ("lines", f"{total:,}"),
         ("files", f"{len(lines)}"),
@@ -300,6 +372,9 @@ def report(code: Code, settings: Mapping[str, Any], declared: set[str]) -> list[
         (f"private functions called once, <= {SHORT_FUNCTION} lines", f"{len(code.short_private_functions())}"),
         ("getattr on args", f"{len(guards)}, of them {len(guarded)} on declared flags"),
         ("functions that take args", f"{code.functions_that_take_args()}"),
+        ("lists of flags outside declarations", f"{len(lists)}{_few(lists, 8)}"),
+        ("`Any` parameters", f"{plain_any} of {parameters} ({plain_any / max(1, parameters):.1%})"),
+        (f"functions > {LONG_FUNCTION} lines", f"{len(long)}{_few(long)}"),
         ("frames from group to post", f"{len(chain)}: {' > '.join(shown)}" if chain else "no chain of calls found"),
         ("import circles", f"{len(circles)}{_few([' <> '.join(circle) for circle in circles])}"),
         ("upward imports", f"{len(upward)}{_few(upward)}"),
@@ -317,7 +392,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="a checkout; the flags are always those of this one")
     root = parser.parse_args().root
     settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
-    for what, how_much in report(Code(root, "slime"), settings, declared_flags()):
+    for what, how_much in report(Code(root, "slime"), settings, declared_flags(), values_of_flags()):
         print(f"{what + ':':45}{how_much}")
 
 

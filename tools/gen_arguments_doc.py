@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from slime.arguments.availability import INERT, is_available, refused_values
+from slime.arguments.availability import is_available, refused_values
 from slime.arguments.command_line import all_flags
 from slime.arguments.flag import Flag
 from slime.arguments.groups import ALL_GROUPS
@@ -58,8 +58,8 @@ def _escape(text: str) -> str:
 def _row(flag: Flag) -> str:
     attribute = "" if flag.dest == flag.option[2:].replace("-", "_") else f" → `{flag.dest}`"
     notes = [flag.help]
-    if flag.dest in INERT:
-        notes.append(f"**Without effect** (a warning says so): {INERT[flag.dest]}.")
+    if flag.traits.inert:
+        notes.append(f"**Without effect** (a warning says so): {flag.traits.inert}.")
     elif not is_available(flag):
         notes.append("**Not available yet.**")
     elif refused_values(flag):

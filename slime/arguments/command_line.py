@@ -22,6 +22,7 @@ from slime.arguments.spelling import (
     parser_message,
     stray_message,
 )
+from slime.arguments.traits import Traits
 from slime.utils.secrets import mask_words
 
 OF_YOUR_OWN = (
@@ -42,6 +43,11 @@ class _Parser(argparse.ArgumentParser):
 def all_flags() -> tuple[Flag, ...]:
     """Every known flag. slime's declarations win over those of the same option or attribute elsewhere."""
     return tuple(first_of_each([*slime_flags(), *megatron_flags(), *sglang.sglang_flags(), *router.router_flags()]))
+
+
+def flags_where(condition: Callable[[Traits], object]) -> list[Flag]:
+    """The flags of whose traits ``condition`` is true."""
+    return [flag for flag in all_flags() if condition(flag.traits)]
 
 
 @cache

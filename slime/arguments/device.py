@@ -5,62 +5,14 @@ from __future__ import annotations
 import math
 import os
 from argparse import Namespace
-from typing import Any, Literal
+from typing import Literal
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engines_of
 
 PUSH_MARGIN_MINUTES = 2
-# Attribute -> (value without a GPU, option that asks for the opposite, or None where both values are fine).
-CPU_TRAINER: dict[str, tuple[Any, str | None]] = {
-    "bf16": (False, "--bf16"),
-    "fp16": (False, "--fp16"),
-    "distributed_backend": ("gloo", "--distributed-backend nccl"),
-    "gradient_accumulation_fusion": (False, None),
-    "masked_softmax_fusion": (False, None),
-    "apply_rope_fusion": (False, None),
-    "bias_gelu_fusion": (False, None),
-    "bias_dropout_fusion": (False, None),
-    "persist_layer_norm": (False, None),
-    "moe_grouped_gemm": (False, None),  # a module without kernels computes the same
-    "moe_permute_fusion": (False, None),
-    "moe_token_dispatcher_type": ("alltoall", None),  # DeepEP computes the same, with kernels
-    "moe_enable_deepep": (False, None),
-    "tp_comm_overlap": (False, "--tp-comm-overlap"),
-    "use_nccl_ub": (False, "--use-nccl-ub"),
-    "fp8": (None, "--fp8-format"),
-    "optimizer_cpu_offload": (False, "--optimizer-cpu-offload"),
-}
-# Attribute -> values that only work with a GPU.
-CPU_IMPOSSIBLE: dict[str, tuple[str, ...]] = {
-    "attention_backend": ("flash", "fused"),
-    "transformer_impl": ("transformer_engine", "inference_optimized"),
-    "sglang_device": ("cuda",),
-    "sglang_attention_backend": (
-        "triton",
-        "flashinfer",
-        "fa3",
-        "fa4",
-        "cutlass_mla",
-        "flashmla",
-        "trtllm_mla",
-        "trtllm_mha",
-    ),
-}
-# Engine settings of a machine without a GPU; a value that is given holds.
-CPU_ENGINE: dict[str, Any] = {
-    "sglang_device": "cpu",
-    "sglang_attention_backend": "torch_native",
-    "sglang_dtype": "float32",
-    "sglang_disable_overlap_schedule": True,
-    "sglang_sleep_on_idle": True,
-    "sglang_max_total_tokens": 65536,
-    "sglang_mem_fraction_static": 0.3,
-    "sglang_chunked_prefill_size": 2048,
-    "sglang_disaggregation_transfer_backend": "nixl",  # between prefill and decode engines; over TCP
-    "sglang_max_running_requests": 128,  # CPU time per token: 13 % less than with 64, and 4 % more than with 256
-}
 
 
 def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) -> None:
@@ -139,20 +91,19 @@ def _check_caches_are_unregistered(args: Namespace) -> None:
 
 
 def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
-    for name, (value, impossible) in CPU_TRAINER.items():
-        if impossible is not None and name in given and getattr(args, name) != value:
-            raise ArgumentError(f"{impossible} needs a GPU and there is none; leave it out")
-        setattr(args, name, value)
-    for name, refused in CPU_IMPOSSIBLE.items():
-        if name in given and getattr(args, name) in refused:
-            option = "--" + name.replace("_", "-")
-            raise ArgumentError(f"{option} {getattr(args, name)} needs a GPU and there is none; leave it out")
+    for flag in flags_where(lambda traits: traits.without_gpu):
+        holds, found = flag.dest in given, flag.traits.without_gpu
+        if found is None or (found.given_holds and holds):
+            continue
+        if found.refuses is not None and holds and getattr(args, flag.dest) != found.value:
+            raise ArgumentError(f"{found.refuses} needs a GPU and there is none; leave it out")
+        setattr(args, flag.dest, found.value)
+    for flag in flags_where(lambda traits: traits.gpu_values):
+        if flag.dest in given and (seen := getattr(args, flag.dest)) in flag.traits.gpu_values:
+            raise ArgumentError(f"{flag.option} {seen} needs a GPU and there is none; leave it out")
     if args.record_memory_history and args.memory_recorder == "torch":
         raise ArgumentError(
             "--record-memory-history: torch records the memory of a GPU, and there is none; use --memory-recorder "
             "memray, which records the host's"
         )
     args.transformer_impl = "local"
-    for name, value in CPU_ENGINE.items():
-        if name not in given and hasattr(args, name):
-            setattr(args, name, value)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from slime.arguments.traits import NONE, Traits
+
 Kind = Literal["str", "int", "float", "json", "human_int", "nullable_str", "layout"]
 Action = Literal["value", "true", "false", "tristate", "append"]
 
@@ -27,6 +29,7 @@ class Flag:
     ``--x`` / ``--no-x`` with the default meaning "not said", ``append`` collects repeated uses.
     ``collapse``: one value of an ``nargs`` list is stored as a scalar (Megatron's "one or one per layer" flags).
     ``field``: the name of the same thing in the package's own configuration class when it differs from ``dest``.
+    ``traits``: what else is true of it.
     """
 
     dest: str
@@ -43,6 +46,7 @@ class Flag:
     source: str = "slime"
     field: str | None = None
     required: bool = False
+    traits: Traits = NONE
 
     @property
     def option(self) -> str:

@@ -14,21 +14,29 @@ from __future__ import annotations
 import re
 import types
 import typing
+from dataclasses import fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from slime.arguments.flag import Flag
+from slime.arguments.traits import Traits
+
+_TRAITS = frozenset(field.name for field in fields(Traits))
 
 
 class ArgumentGroup(BaseModel):
-    """Base of every group. Values are checked against the annotations; assignment of unknown names is an error."""
+    """Base of every group. Values are checked against the annotations; assignment of unknown names is an error.
+
+    ``read_by``: who reads those of its flags that do not declare it themselves.
+    """
 
     # deferred: help and typos need the declarations alone
     model_config = ConfigDict(extra="forbid", protected_namespaces=(), defer_build=True)
     title: ClassVar[str] = ""
+    read_by: ClassVar[Literal["trainers", "run"]] = "trainers"
 
 
 def _dotted_path(text: str) -> str:
@@ -59,12 +67,16 @@ def flag(
     repeat: bool = False,
     nargs: str | None = None,
     required: bool = False,
-    **constraints: Any,
+    **declared: Any,
 ) -> Any:
     """Declare one flag. ``option`` overrides the spelling (needed for switches that are on by default); ``repeat``
-    collects repeated uses of a list flag; ``required`` flags have no default; ``constraints`` (``gt``, ``ge``, ...)
-    are pydantic's."""
-    extra: dict[str, Any] = {"option": option, "repeat": repeat, "nargs": nargs, "required": required}
+    collects repeated uses of a list flag; ``required`` flags have no default; ``declared`` are fields of ``Traits``
+    and pydantic's constraints (``gt``, ``ge``, ...)."""
+    traits = Traits(**{name: declared[name] for name in declared if name in _TRAITS})
+    constraints = {name: limit for name, limit in declared.items() if name not in _TRAITS}
+    extra: dict[str, Any] = {
+        "option": option, "repeat": repeat, "nargs": nargs, "required": required, "traits": traits,
+    }  # fmt: skip
     if isinstance(default, list | dict):
         kept = default
         return Field(
@@ -87,13 +99,15 @@ def _bare(annotation: Any) -> Any:
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
 
-def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
+def _flag_of(name: str, info: FieldInfo, group: type[ArgumentGroup]) -> Flag:
     extra: Any = info.json_schema_extra
+    traits: Traits = extra["traits"]
     spelled = extra["option"] or "--" + name.replace("_", "-")
     annotation, optional = _without_none(info.annotation)
     default = info.get_default(call_default_factory=True)
     common: dict[str, Any] = {
-        "dest": name, "default": default, "help": info.description or "", "group": title, "required": extra["required"],
+        "dest": name, "default": default, "help": info.description or "", "group": group.title,
+        "required": extra["required"], "traits": replace(traits, read_by=traits.read_by or group.read_by),
     }  # fmt: skip
     if annotation is bool:
         if optional:
@@ -120,7 +134,7 @@ def _flag_of(name: str, info: FieldInfo, title: str) -> Flag:
 @cache
 def flags_of(group: type[ArgumentGroup]) -> tuple[Flag, ...]:
     """The flags a group declares, in order of declaration."""
-    return tuple(_flag_of(name, info, group.title) for name, info in group.model_fields.items())
+    return tuple(_flag_of(name, info, group) for name, info in group.model_fields.items())
 
 
 _BOUNDS = {

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slime.arguments.availability import INERT, is_available, refused_values
+from slime.arguments.availability import is_available, refused_values
 from slime.arguments.flag import KIND_WORDS, Flag, Kind
+from slime.arguments.traits import UNSET, Needs
 
 OPENING = """usage: train.py FLAGS
        train_async.py FLAGS
@@ -36,7 +37,7 @@ PASSED = {
     "sglang": "flags of the SGLang server with the prefix --sglang-",
     "router": "flags of sglang-router, --router-*",
 }
-DIRECTORIES = frozenset({"hf_checkpoint", "load", "save", "ref_load", "opd_teacher_load", "dump_details"})
+_PLACEHOLDERS = {"file": "FILE", "directory": "DIR", "model": "DIR"}
 NARROWEST, WIDEST = 40, 120
 MOST_MENTIONED = 40
 _KINDS: dict[Any, Kind] = {int: "int", float: "float"}
@@ -60,11 +61,9 @@ def _placeholder(flag: Flag) -> str:
         return {"int": "N", "human_int": "N", "float": "X", "json": "JSON", "layout": "N|LIST"}[flag.kind]
     if flag.source != "slime":
         return "TEXT"
-    if flag.dest in DIRECTORIES or flag.dest.endswith("_dir"):
-        return "DIR"
-    if flag.dest == "prompt_data" or flag.dest.endswith(("config", "config_path")):
-        return "FILE"
-    return "PACKAGE.NAME" if flag.dest.endswith("_path") else "TEXT"
+    if flag.traits.path is not None:
+        return _PLACEHOLDERS[flag.traits.path]
+    return "PACKAGE.NAME" if flag.traits.hook is not None or flag.dest.endswith("_path") else "TEXT"
 
 
 def default_text(flag: Flag) -> str:
@@ -81,7 +80,7 @@ def default_text(flag: Flag) -> str:
 
 def status_text(flag: Flag) -> str:
     """That the flag, or some of its values, can have no effect or are not available yet; empty when all is well."""
-    if flag.dest in INERT:
+    if flag.traits.inert:
         return "without effect"
     if not is_available(flag):
         return "not available yet"
@@ -191,6 +190,7 @@ def _all_about(flags: Sequence[Flag], flag: Flag, width: int) -> str:
         "attribute": f"args.{flag.dest}",
         "YAML": f"{flag.dest}: {_yaml_example(flag)}   (--config FILE)",
         "group": flag.group,
+        **trait_words(flag),
         "status": _status_words(flag),
     }
     lines = [*_wrapped(form(flag), width, 4), *_wrapped(f"    {flag.help}", width, 4), ""]
@@ -253,9 +253,31 @@ def _yaml_example(flag: Flag) -> str:
     return f"[{example}]" if flag.nargs in ("+", "*") or flag.action == "append" else example
 
 
+def trait_words(flag: Flag) -> dict[str, str]:
+    """Return what the traits of ``flag`` say to its user, by subject; empty words where there is nothing to say."""
+    traits = flag.traits
+    readers = {"trainers": "the trainers", "run": "the driver, the rollout manager or engines; no role has its own"}
+    needed = traits.needs.option if isinstance(traits.needs, Needs) else traits.needs
+    set_by = [f"--{traits.follows.replace('_', '-')}, unless it is given"] if traits.follows else []
+    set_by += [f"slime.arguments.rules.{traits.resolved_by}, unless it is given"] if traits.resolved_by else []
+    if traits.critic is not UNSET:
+        set_by.append(f"slime for the critic: {traits.critic!r}")
+    if traits.without_gpu is not None:
+        always = " unless it is given" if traits.without_gpu.given_holds else ""
+        set_by.append(f"slime on a machine without GPUs: {traits.without_gpu.value!r}{always}")
+    return {
+        "read by": readers[traits.read_by] if traits.read_by else "",
+        "called as": traits.hook.call if traits.hook else "",
+        "fills in": ", ".join(f"{{{name}}}" for name in traits.template.names) if traits.template else "",
+        "needs": needed or "",
+        "set by": "; ".join(set_by),
+        "resume": "groups that are not trained yet are generated again after a change" * traits.decides_generation,
+    }
+
+
 def _status_words(flag: Flag) -> str:
-    if flag.dest in INERT:
-        return f"without effect: {INERT[flag.dest]}"
+    if flag.traits.inert:
+        return f"without effect: {flag.traits.inert}"
     words = status_text(flag)
     return f"{words}; --dry-run checks it all the same" if words else ""
 

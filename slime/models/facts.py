@@ -68,6 +68,16 @@ def _file() -> dict[str, Any]:
     return dict(yaml.load(FILE.read_text(encoding="utf-8"), Loader=loader))
 
 
+def architecture() -> dict[str, str]:
+    """Switches that make another model, with the group of flags that each is in."""
+    return dict(_file()["architecture"])
+
+
+def scaling_of(kind: str) -> dict[str, float]:
+    """The values that Megatron's form of a scaling knows only, or by default, by key of ``config.json``."""
+    return dict(_file()["scaling"][kind])
+
+
 def families() -> dict[str, dict[str, Any]]:
     """Every family by its ``model_type``, in the order of the file."""
     return dict(_file()["families"])

@@ -8,24 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.models import hf_fields
-from slime.models.facts import family_of
+from slime.models.facts import architecture, family_of, scaling_of
 
 Config = dict[str, Any]
 
 GROUPS = ("spec", "size", "norms", "attention", "positions", "vocabulary", "experts", "router", "run")
-# Switches that make another model; a family that does not list one in the table goes without it.
-_ARCHITECTURE = {
-    "--apply-layernorm-1p": "norms",
-    "--post-self-attn-layernorm": "norms",
-    "--post-mlp-layernorm": "norms",
-    "--attention-output-gate": "attention",
-    "--rotary-interleaved": "positions",
-}
 _LISTS = {"norms": "norms", "attention": "attention", "positions": "positions", "vocabulary": "vocabulary",
           "router_words": "router", "run": "run"}  # fmt: skip
-# Megatron's form of Llama 3's scaling and of latent attention's YaRN knows these values only or by default.
-_LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 # How experts are computed, not which: the same for every model.
 _COMPUTATION: tuple[tuple[str, Any], ...] = (
     ("--moe-grouped-gemm", True),
@@ -229,7 +218,7 @@ def _latent_position_flags(config: Config) -> Iterator[ModelFlag]:
     for key in ("mscale", "mscale_all_dim"):
         if scaling.get(key) is not None:
             yield ModelFlag("positions", _option(key), scaling[key], f"{key} of rope_scaling")
-    for key, default in _YARN.items():
+    for key, default in scaling_of("yarn").items():
         value = scaling.get(key, default)
         yield ModelFlag("positions", _option(key), value, f"{key} of rope_scaling", written=value != default)
 
@@ -321,8 +310,8 @@ def _family_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
             continue
         for option, value in _split(family.get(name, ())):
             listed.add(option)
-            yield ModelFlag(group, option, value, checked=option in _ARCHITECTURE)
-    for option, group in _ARCHITECTURE.items():
+            yield ModelFlag(group, option, value, checked=option in architecture())
+    for option, group in architecture().items():
         if option not in listed:
             yield ModelFlag(group, option, False)
 
@@ -351,9 +340,9 @@ def _notes(config: Config, family: Config | None) -> Iterator[str]:
     kind = scaling["rope_type"]
     if kind not in ("llama3", "yarn") or (kind == "yarn") != hf_fields.is_latent(config):
         yield f"its rope_scaling of the type {kind} has no flags"
-    elif kind == "llama3" and any(scaling.get(key, value) != value for key, value in _LLAMA3.items()):
-        given = ", ".join(f"{key} {scaling.get(key, value)}" for key, value in _LLAMA3.items())
-        wanted = ", ".join(f"{key} {value}" for key, value in _LLAMA3.items())
+    elif kind == "llama3" and any(scaling.get(key, value) != value for key, value in scaling_of("llama3").items()):
+        given = ", ".join(f"{key} {scaling.get(key, value)}" for key, value in scaling_of("llama3").items())
+        wanted = ", ".join(f"{key} {value}" for key, value in scaling_of("llama3").items())
         yield f"its rope_scaling has {given}; Megatron's has {wanted}"
 
 

@@ -129,6 +129,10 @@ def model_shape(args: Namespace) -> ModelShape:
     return shape_of(args, _read_config(Path(checkpoint) / "config.json") if checkpoint else None)
 
 
+DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
+"""A command line with these, and the size of the vocabulary, describes the model itself."""
+
+
 @lru_cache(maxsize=8)
 def _read_config(path: Path) -> Mapping[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -141,7 +145,7 @@ def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> Mod
     ``--spec`` reads both from the checkpoint. ``args`` may come from another parser: a missing attribute counts as not
     given. Raises ValueError when the model is not described.
     """
-    missing = [name for name in ("num_layers", "hidden_size", "num_attention_heads") if not getattr(args, name, None)]
+    missing = [name for name in DESCRIBED_BY if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
     if missing or not vocab:
         raise ValueError(f"the model is not described: {', '.join(missing or ['vocab_size'])} missing")

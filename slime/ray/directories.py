@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.roles import CRITIC, role_args
 from slime.observability.run_dir import command_line, make_private
@@ -17,8 +18,6 @@ from slime.utils.directory_lock import NAME, DirectoryLock, HeldByAnother
 
 logger = logging.getLogger(__name__)
 
-_TEMPLATES = ("save_hf", "save_debug_rollout_data", "save_debug_train_data", "ci_save_grad_norm")
-"""Path templates; what they make lies among files of others."""
 _NAME_CHARS = 200
 _held: dict[Path, DirectoryLock] = {}
 
@@ -68,14 +67,16 @@ def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
 
 def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:
     """Yield what is locked, as messages name it, and the file of its lock."""
-    for flag, value in _directories(args):
-        yield f"{flag} {value}", Path(os.path.realpath(value)) / NAME
-    for name in _TEMPLATES if not args.serve_only else ():
-        if template := getattr(args, name):
+    for option, value in _directories(args):
+        yield f"{option} {value}", Path(os.path.realpath(value)) / NAME
+    # Files of templates that are written lie among those of others.
+    written = flags_where(lambda traits: traits.template and traits.template.needed)
+    for flag in written if not args.serve_only else ():
+        if template := getattr(args, flag.dest):
             path = Path(os.path.realpath(template))
             fixed = next(parent for parent in path.parents if "{" not in str(parent))
             rest = "+".join(path.relative_to(fixed).parts)[-_NAME_CHARS:]
-            yield f"{_flag(name)} {template}", fixed / f".{rest}{NAME}"
+            yield f"{flag.option} {template}", fixed / f".{rest}{NAME}"
 
 
 def _directories(args: Namespace) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from slime.arguments.files.eval_config import own_path
@@ -27,23 +28,23 @@ EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 
 
 def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
-    settings = {
-        "max_length": args.eval_max_prompt_len,
-        "engine_max_length": longest_prompt(args),
-        "prompt_key": config.input_key,
-        "label_key": config.label_key,
-        "tool_key": config.tool_key,
-        "metadata_key": config.metadata_key,
-        "prompts_are_optional": _generate_path(args, config) == ENVIRONMENT_GENERATE,
-        "multimodal_keys": _setting(config, "multimodal_keys", args.multimodal_keys),
-        "apply_chat_template": _setting(config, "apply_chat_template", args.apply_chat_template),
-        "apply_chat_template_kwargs": _setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
-    }
-    key = (*config.cache_key, args.hf_checkpoint, args.trust_remote_code, repr(settings))
+    load = partial(
+        Dataset,
+        config.path,
+        max_length=args.eval_max_prompt_len,
+        engine_max_length=longest_prompt(args),
+        prompt_key=config.input_key,
+        label_key=config.label_key,
+        tool_key=config.tool_key,
+        metadata_key=config.metadata_key,
+        prompts_are_optional=_generate_path(args, config) == ENVIRONMENT_GENERATE,
+        multimodal_keys=_setting(config, "multimodal_keys", args.multimodal_keys),
+        apply_chat_template=_setting(config, "apply_chat_template", args.apply_chat_template),
+        apply_chat_template_kwargs=_setting(config, "apply_chat_template_kwargs", args.apply_chat_template_kwargs),
+    )
+    key = (*config.cache_key, args.hf_checkpoint, args.trust_remote_code, repr(load.keywords))
     if key not in EVAL_PROMPT_DATASET:
-        EVAL_PROMPT_DATASET[key] = Dataset(
-            config.path, tokenizer=state.tokenizer, processor=state.processor, **settings
-        )
+        EVAL_PROMPT_DATASET[key] = load(tokenizer=state.tokenizer, processor=state.processor)
     return EVAL_PROMPT_DATASET[key]
 
 

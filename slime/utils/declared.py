@@ -29,14 +29,6 @@ DERIVED: dict[str, Any] = {
 }
 """What the rules set that is no flag: the value for a run that was told nothing."""
 
-FOLLOWS = {
-    "eps_clip_high": "eps_clip",
-    "eval_function_path": "rollout_function_path",
-    "over_sampling_batch_size": "rollout_batch_size",
-    "padded_vocab_size": "vocab_size",
-}
-"""Flags whose default is the value of another attribute."""
-
 
 def with_defaults(args: Args) -> Args:
     """Return ``args``, after setting every declared flag that it lacks to its default, in place.
@@ -47,9 +39,9 @@ def with_defaults(args: Args) -> Args:
     if args is None or hasattr(args, PARSED):
         return args
     missing = {name: value for name, value in _defaults().items() if not hasattr(args, name)}
-    for name, other in FOLLOWS.items():
-        if name in missing and hasattr(args, other):
-            missing[name] = getattr(args, other)
+    for flag in _flags():
+        if flag.dest in missing and hasattr(args, flag.traits.follows or ""):
+            missing[flag.dest] = getattr(args, flag.traits.follows)
     missing = {name: copy.copy(value) for name, value in missing.items()}
     try:
         for name, value in missing.items():
@@ -60,7 +52,10 @@ def with_defaults(args: Args) -> Args:
     return args
 
 
+def _flags() -> Any:
+    return import_module("slime.arguments.command_line").all_flags()  # by name: it is a layer above
+
+
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    flags = import_module("slime.arguments.command_line").all_flags()  # by name: it is a layer above
-    return {**{flag.dest: flag.default for flag in flags if not flag.required}, **DERIVED, PARSED: frozenset()}
+    return {**{flag.dest: flag.default for flag in _flags() if not flag.required}, **DERIVED, PARSED: frozenset()}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from slime.arguments.device import CPU_ENGINE
+from slime.arguments.command_line import flags_where
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.router import RouterProcess
 from tests.support.arguments import run_args
@@ -27,7 +27,9 @@ def engine_args(checkpoint: str | Path, **fields: Any) -> Namespace:
 def engine_values(checkpoint: str | Path) -> dict[str, Any]:
     """What differs of them from the arguments of a run."""
     given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
-    return {**CPU_ENGINE, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given}
+    cpu = {flag.dest: flag.traits.without_gpu for flag in flags_where(lambda traits: traits.without_gpu)}
+    engine = {name: found.value for name, found in cpu.items() if found is not None and found.given_holds}
+    return {**engine, "hf_checkpoint": str(checkpoint), "device_type": "cpu", **given}
 
 
 @contextlib.contextmanager

@@ -158,6 +158,14 @@ def _key_path(full_key: str | None) -> KeyPath:
     return tuple(int(place) if place else name for place, name in steps)
 
 
+def _from(*fallbacks: str, off_by_null: bool = False) -> dict[str, Any]:
+    """Describe a field that falls back to the first of these arguments that has a value.
+
+    ``off_by_null``: null in a file switches it off; for other fields null means that nothing is given.
+    """
+    return {"fallbacks": fallbacks, "off_by_null": off_by_null}
+
+
 @dataclass
 class EvalDatasetConfig:
     """One evaluation data set with its sampling, reward and column settings.
@@ -169,28 +177,36 @@ class EvalDatasetConfig:
 
     name: str
     path: str
-    n_samples_per_eval_prompt: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_response_len: int | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_new_tokens: int | None = None
+    n_samples_per_eval_prompt: int | None = field(
+        default=None, metadata=_from("n_samples_per_eval_prompt", "n_samples_per_prompt")
+    )
+    temperature: float | None = field(default=None, metadata=_from("eval_temperature", "rollout_temperature"))
+    top_p: float | None = field(default=None, metadata=_from("eval_top_p", "rollout_top_p"))
+    top_k: int | None = field(default=None, metadata=_from("eval_top_k", "rollout_top_k"))
+    max_response_len: int | None = field(
+        default=None, metadata=_from("eval_max_response_len", "rollout_max_response_len", off_by_null=True)
+    )
+    stop: list[str] | None = field(default=None, metadata=_from("rollout_stop", off_by_null=True))
+    stop_token_ids: list[int] | None = field(default=None, metadata=_from("rollout_stop_token_ids", off_by_null=True))
+    min_new_tokens: int | None = field(default=None, metadata=_from("eval_min_new_tokens", off_by_null=True))
     min_eval_samples: int | None = None
-    input_key: str | None = None
-    label_key: str | None = None
-    tool_key: str | None = None
-    metadata_key: str | None = None
-    multimodal_keys: dict[str, str] | None = None
-    apply_chat_template: bool | None = None
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-    custom_rm_path: str | None = None
+    input_key: str | None = field(default=None, metadata=_from("eval_input_key", "input_key"))
+    label_key: str | None = field(default=None, metadata=_from("eval_label_key", "label_key", off_by_null=True))
+    tool_key: str | None = field(default=None, metadata=_from("eval_tool_key", "tool_key", off_by_null=True))
+    metadata_key: str | None = field(default=None, metadata=_from("metadata_key"))
+    multimodal_keys: dict[str, str] | None = field(default=None, metadata=_from("multimodal_keys", off_by_null=True))
+    apply_chat_template: bool | None = field(default=None, metadata=_from("apply_chat_template"))
+    apply_chat_template_kwargs: dict[str, Any] | None = field(
+        default=None, metadata=_from("apply_chat_template_kwargs", off_by_null=True)
+    )
+    custom_rm_path: str | None = field(
+        default=None, metadata=_from("eval_custom_rm_path", "custom_rm_path", off_by_null=True)
+    )
     rm_type: str | None = None
     repetition_penalty: float | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    custom_generate_function_path: str | None = None
+    custom_generate_function_path: str | None = field(default=None, metadata=_from(off_by_null=True))
     metadata_overrides: dict[str, Any] = field(default_factory=dict)
     app_service: Any = None
     eval_task_timeout: float | None = None
@@ -222,28 +238,9 @@ class EvalDatasetConfig:
 
 
 FALLBACKS: dict[str, tuple[str, ...]] = {
-    "n_samples_per_eval_prompt": ("n_samples_per_eval_prompt", "n_samples_per_prompt"),
-    "temperature": ("eval_temperature", "rollout_temperature"),
-    "top_p": ("eval_top_p", "rollout_top_p"),
-    "top_k": ("eval_top_k", "rollout_top_k"),
-    "max_response_len": ("eval_max_response_len", "rollout_max_response_len"),
-    "stop": ("rollout_stop",),
-    "stop_token_ids": ("rollout_stop_token_ids",),
-    "min_new_tokens": ("eval_min_new_tokens",),
-    "input_key": ("eval_input_key", "input_key"),
-    "label_key": ("eval_label_key", "label_key"),
-    "tool_key": ("eval_tool_key", "tool_key"),
-    "metadata_key": ("metadata_key",),
-    "multimodal_keys": ("multimodal_keys",),
-    "apply_chat_template": ("apply_chat_template",),
-    "apply_chat_template_kwargs": ("apply_chat_template_kwargs",),
-    "custom_rm_path": ("eval_custom_rm_path", "custom_rm_path"),
+    field.name: field.metadata["fallbacks"] for field in fields(EvalDatasetConfig) if field.metadata.get("fallbacks")
 }
-# What null in a file switches off for a data set; for other fields it means that nothing is given.
-OFF_BY_NULL = (
-    "stop", "stop_token_ids", "max_response_len", "min_new_tokens", "label_key", "tool_key", "multimodal_keys",
-    "apply_chat_template_kwargs", "custom_rm_path", "custom_generate_function_path",
-)  # fmt: skip
+OFF_BY_NULL = tuple(field.name for field in fields(EvalDatasetConfig) if field.metadata.get("off_by_null"))
 # Kept for evaluation functions and plug-ins of users; the built-in evaluation does not read them.
 FOR_PLUGINS = (
     "min_eval_samples", "app_service", "eval_task_timeout", "eval_early_stop_remaining", "eval_early_stop_idle_timeout",

@@ -17,13 +17,15 @@ from slime.arguments.files.flag_values import FlagNames, read_flags
 from slime.arguments.files.schema import unknown_key
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
 from slime.arguments.flag import KIND_WORDS, Flag
+from slime.arguments.groups import slime_flags
 from slime.arguments.passthrough import megatron
 from slime.utils.atomic_file import write_atomically
 from slime.utils.plain import plain
 from slime.utils.secrets import MASK, is_secret, mask_text
 
 OPTION = "--config"
-OWN_FLAGS = frozenset({"config", "dump_config", "dry_run"})
+OWN_FLAGS = frozenset(flag.dest for flag in slime_flags() if not flag.traits.saved)
+"""What concerns one call and is no part of a configuration."""
 SECTIONS = ("versions", "arguments", "defaults", "derived")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from slime.arguments.group import ArgumentGroup, DottedPath, Pattern, flag
+from slime.arguments.traits import Contract, Needs, Template
 
 
 class Train(ArgumentGroup):
@@ -15,7 +16,7 @@ class Train(ArgumentGroup):
     train_backend: Literal["megatron"] = flag("megatron", "what trains; there is one")
     fp32: bool = flag(False, "train in fp32 on GPUs too (without --fp16, --bf16 or --fp32: bf16 on GPUs, fp32 on CPUs)")
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
-        "fla", "kernels of gated-delta-net layers (Qwen3-Next, Qwen3.5)"
+        "fla", "kernels of gated-delta-net layers (Qwen3-Next, Qwen3.5)", not_yet=True
     )
     train_env_vars: dict[str, str] = flag(
         {}, "JSON object of extra environment variables of training processes; they win over slime's own"
@@ -37,13 +38,17 @@ class Train(ArgumentGroup):
     freeze_params_name_list: list[Pattern] | None = flag(
         None, "regular expressions searched in parameter names; what one matches is frozen"
     )
-    freeze_indexer: bool = flag(False, "freeze the indexer of sparse-attention layers")
-    allgather_cp: bool = flag(False, "contiguous context-parallel layout with gathered keys (sparse-attention models)")
+    freeze_indexer: bool = flag(False, "freeze the indexer of sparse-attention layers", not_yet=True)
+    allgather_cp: bool = flag(
+        False, "contiguous context-parallel layout with gathered keys (sparse-attention models)", not_yet=True
+    )
     quantization_aware_training: bool = flag(
         False, "compute with weights rounded as --hf-checkpoint stores them, and apply the gradients to the exact ones"
     )
     release_train: bool = flag(
-        False, "end the training processes while engines generate and restart them from the saved checkpoint"
+        False,
+        "end the training processes while engines generate and restart them from the saved checkpoint",
+        silenced_by=("no trainer",),
     )
     data_pad_size_multiplier: int = flag(
         128, "pad the packed tokens of a micro-batch to a multiple of this x --tensor-model-parallel-size", ge=1
@@ -53,6 +58,8 @@ class Train(ArgumentGroup):
         "rows of the embedding; default: --vocab-size rounded up to a multiple of "
         "--make-vocab-size-divisible-by x --tensor-model-parallel-size",
         ge=1,
+        follows="vocab_size",
+        from_sizes=True,
     )
     trust_remote_code: bool = flag(False, "run the Python code that comes with a Hugging Face checkpoint")
 
@@ -63,25 +70,31 @@ class MegatronHooks(ArgumentGroup):
     title = "trainer hooks"
 
     custom_megatron_init_path: DottedPath | None = flag(
-        None, "dotted path of a function called once after Megatron is initialized"
+        None,
+        "dotted path of a function called once after Megatron is initialized",
+        hook=Contract("fn(args)", 1, caller="trainer"),
     )
     custom_megatron_before_log_prob_hook_path: DottedPath | None = flag(
-        None, "dotted path of a function called before every log-prob pass"
+        None,
+        "dotted path of a function called before every log-prob pass",
+        hook=Contract("fn(args, model, store_prefix)", 3, caller="trainer"),
     )
     custom_megatron_before_train_step_hook_path: DottedPath | None = flag(
-        None, "dotted path of a function called before every training step"
+        None,
+        "dotted path of a function called before every training step",
+        hook=Contract("fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)", 6, caller="trainer"),
     )
     megatron_deepgemm_forward_layers: list[int] | None = flag(
-        None, "decoder layers whose linears run the engines' block-FP8 forward pass in training"
+        None, "decoder layers whose linears run the engines' block-FP8 forward pass in training", not_yet=True
     )
     megatron_deepgemm_forward_modules: list[str] | None = flag(
-        None, "endings of the names of modules, in those layers, that do"
+        None, "endings of the names of modules, in those layers, that do", not_yet=True
     )
     megatron_deepgemm_moe_forward_layers: list[int] | None = flag(
-        None, "decoder layers whose experts run the engines' block-FP8 forward pass in training"
+        None, "decoder layers whose experts run the engines' block-FP8 forward pass in training", not_yet=True
     )
     megatron_deepgemm_moe_forward_modules: list[str] | None = flag(
-        None, "endings of the names of modules, in those layers, that do"
+        None, "endings of the names of modules, in those layers, that do", not_yet=True
     )
 
 
@@ -90,16 +103,32 @@ class Checkpoint(ArgumentGroup):
 
     title = "checkpoints"
 
-    load: str | None = flag(None, "actor checkpoint: a directory written by --save, or a Hugging Face checkpoint")
-    save: str | None = flag(None, "directory to write checkpoints to; also give --save-interval")
+    load: str | None = flag(
+        None,
+        "actor checkpoint: a directory written by --save, or a Hugging Face checkpoint",
+        path="model",
+        resolved_by="checkpoints",
+    )
+    save: str | None = flag(None, "directory to write checkpoints to; also give --save-interval", path="directory")
     save_interval: int | None = flag(None, "save every N rollouts and at the end of every epoch; default: never", ge=1)
-    async_save: bool = flag(False, "write checkpoints in the background while training goes on")
-    no_save_optim: bool = flag(False, "leave the optimizer state out of checkpoints")
+    async_save: bool = flag(False, "write checkpoints in the background while training goes on", needs="--save")
+    no_save_optim: bool = flag(
+        False,
+        "leave the optimizer state out of checkpoints",
+        needs=Needs("--save", lambda args: args.use_stateless_adam),
+    )
     save_hf: str | None = flag(
-        None, "directory template with {rollout_id}: also export the model in Hugging Face format with every save"
+        None,
+        "directory template with {rollout_id}: also export the model in Hugging Face format with every save",
+        template=Template(("rollout_id",), ("rollout_id",), "exports/{rollout_id}"),
+        critic=None,
     )
     ref_load: str | None = flag(
-        None, "reference model, and first actor weights when --load has none; default: --hf-checkpoint"
+        None,
+        "reference model, and first actor weights when --load has none; default: --hf-checkpoint",
+        path="model",
+        decides_generation=True,
+        resolved_by="checkpoints",
     )
     ref_ckpt_step: int | None = flag(None, "step of the checkpoint --ref-load; default: its latest", ge=0)
     unpickle_checkpoints: bool = flag(
@@ -107,7 +136,7 @@ class Checkpoint(ArgumentGroup):
         "read checkpoints of --load and --ref-load whatever their pickles hold, which runs code that they bring; "
         "default: plain values and tensors, anything else is an error",
     )
-    megatron_config_path: str | None = flag(None, "YAML file with flags of the roles actor and critic")
+    megatron_config_path: str | None = flag(None, "YAML file with flags of the roles actor and critic", path="file")
     critic_overrides: dict[str, Any] = flag(
         {}, "attributes of the arguments and their values for the critic; --megatron-config-path wins"
     )
@@ -132,15 +161,21 @@ class Lora(ArgumentGroup):
     title = "LoRA"
 
     lora_rank: int = flag(0, "train adapters of this rank on a frozen model; 0: train the model itself", ge=0)
-    lora_alpha: float = flag(32.0, "adapters are scaled by this over --lora-rank", gt=0)
+    lora_alpha: float = flag(32.0, "adapters are scaled by this over --lora-rank", gt=0, needs="--lora-rank")
     lora_target_modules: list[str] = flag(
         ["all-linear"],
         "projections with adapters, by the last part of their Hugging Face names: q_proj up_proj ...; all-linear: all",
+        needs="--lora-rank",
     )
-    lora_dropout: float = flag(0.0, "dropout on the input of adapters while training", ge=0, lt=1)
+    lora_dropout: float = flag(
+        0.0, "dropout on the input of adapters while training", ge=0, lt=1, needs="--lora-rank", random=True
+    )
     lora_sync: Literal["merged", "adapter"] = flag(
         "merged",
         "what engines are sent; merged: all weights, with the adapters merged into them; adapter: the adapters alone, "
         "while they go on generating",
+        needs="--lora-rank",
     )
-    lora_adapter_path: str | None = flag(None, "directory with an adapter saved by PEFT to start from")
+    lora_adapter_path: str | None = flag(
+        None, "directory with an adapter saved by PEFT to start from", path="directory", needs="--lora-rank"
+    )

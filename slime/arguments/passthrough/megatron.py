@@ -25,10 +25,8 @@ from slime.arguments.passthrough.source import (
     installed_version,
     unused_core,
 )
+from slime.arguments.passthrough.traits import with_traits
 
-# Where slime's default is not Megatron's. Engines and the passes that take log-probs drop nothing: a policy
-# that is trained with dropout is not the one that generates.
-DEFAULTS: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 # Group of the flags that only the installed Megatron-LM knows: nothing in slime reads them.
 UNREAD = "Megatron: read by its training scripts only"
 _PARALLEL_WORDS = ("parallel", "pipeline", "tp_comm", "p2p", "microbatch", "comm_type", "wgrad", "hierarchical")
@@ -43,7 +41,7 @@ def megatron_flags() -> tuple[Flag, ...]:
     ours = first_of_each([*HAND_TABLE, *fields, *script_flags()])
     offered, _ = _training_scripts()
     flags = ours if offered is None else _merged(ours, offered)
-    return tuple(replace(flag, default=DEFAULTS.get(flag.dest, flag.default)) for flag in flags)
+    return tuple(map(with_traits, flags))
 
 
 def warnings() -> list[str]:
@@ -150,6 +148,7 @@ def _joined(record: dict[str, Any], known: Flag | None) -> Flag:
         group=known.group,
         help=offered.help or known.help,
         collapse=known.collapse and offered.nargs is not None,
+        traits=known.traits,
     )
 
 

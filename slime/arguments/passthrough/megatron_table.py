@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.flag import Flag
+from slime.arguments.traits import Traits
 
 MODEL, OPTIMIZER, PARALLEL, RUN = "Megatron: model", "Megatron: optimizer", "Megatron: parallelism", "Megatron: run"
 
@@ -238,29 +239,17 @@ _FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-def script_flags() -> list[Flag]:
-    """All of them, in the order of the table."""
-    return [flag for flag, _ in _table()]
-
-
-def without_effect() -> dict[str, str]:
-    """Attribute of a flag that can have no effect -> why, or what to do instead."""
-    return {flag.dest: why for flag, why in _table() if why}
-
-
-def refused() -> frozenset[str]:
-    """Attributes of the flags that would change the training."""
-    return frozenset(flag.dest for flag, why in _table() if not why)
-
-
 @cache
-def _table() -> list[tuple[Flag, str]]:
-    rows = []
+def script_flags() -> tuple[Flag, ...]:
+    """All of them, in the order of the table."""
+    flags = []
     for line in SCRIPT_TABLE.read_text().splitlines():
         if not line.startswith("#"):
             option, dest, form, default, meaning, why = line.split("\t")
             _, is_choice, choices = form.partition("one of ")
             more: dict[str, Any] = {"choices": tuple(choices.split("|"))} if is_choice else _FORMS[form]
-            flag = Flag(dest, (option,), json.loads(default), help=meaning, group=SCRIPT, source="megatron", **more)
-            rows.append((flag, why))
-    return rows
+            more["traits"] = Traits(inert=why, not_yet=not why)
+            flags.append(
+                Flag(dest, (option,), json.loads(default), help=meaning, group=SCRIPT, source="megatron", **more)
+            )
+    return tuple(flags)

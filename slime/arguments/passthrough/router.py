@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
 from slime.arguments.passthrough.sglang import flag_of_record
+from slime.arguments.passthrough.traits import with_traits
 
-DEFAULTS: dict[str, Any] = {
-    "router_log_level": "warn",
-    "router_balance_abs_threshold": 10,
-    "router_balance_rel_threshold": 1.2,
-}
 # The router has the first, though its own command line does not say so; smg, the successor with the same interface, has
 # all of them, and the router's start says what is missing without it.
 MORE_POLICIES = ("consistent_hashing", "prefix_hash", "least_load")
@@ -64,5 +59,5 @@ def router_flags() -> list[Flag]:
         if flag.dest == "router_policy" and flag.choices:
             choices = (*flag.choices, *(p for p in MORE_POLICIES if p not in flag.choices))
             flag = replace(flag, choices=choices, help=f"{flag.help}. {_ABOUT_POLICIES}")
-        flags.append(replace(flag, default=DEFAULTS.get(flag.dest, flag.default)))
+        flags.append(with_traits(flag))
     return flags

@@ -11,6 +11,7 @@ from typing import Any
 
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog
+from slime.arguments.passthrough.traits import with_traits
 
 # Owned by slime, which sets them for every engine itself -> what to do instead.
 OWNED: dict[str, str] = {
@@ -83,7 +84,7 @@ def sglang_flags() -> list[Flag]:
         if flag.field in TENSOR_PARALLEL:  # the size of an engine decides; giving it is allowed, to say the same
             help = "tensor parallelism of an engine; follows from --rollout-num-gpus-per-engine and --sglang-pp-size"
             flag = replace(flag, dest="sglang_tp_size", default=None, help=help)
-        flags.append(flag)
+        flags.append(with_traits(flag))
     return flags
 
 

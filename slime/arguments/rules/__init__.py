@@ -32,13 +32,11 @@ from slime.arguments.rules import (
     rollout,
     sglang,
     silenced,
-    teacher_server,
     weight_sync,
 )
 
 RULES = (
     sglang.set_lacking,
-    teacher_server.read_environment,
     debug.choose_serving,
     debug.expand_dumps,
     debug.check_templates,

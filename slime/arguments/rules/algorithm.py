@@ -7,10 +7,12 @@ from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
+from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 from slime.arguments.rules import hf_config
 from slime.arguments.rules.checkpoints import needs_teacher
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
@@ -45,11 +47,10 @@ def check(args: Namespace) -> None:
     if args.compute_advantages_and_returns:
         return
     # Neither log-probs nor advantages are computed before the step: what works on them is not asked for.
-    for name in ("kl_coef", "custom_advantage_function_path", "normalize_advantages", "use_rollout_entropy"):
-        if getattr(args, name):
+    for flag in flags_where(lambda traits: traits.without_advantages):
+        if getattr(args, flag.dest):
             raise ArgumentError(
-                f"--{name.replace('_', '-')} has no effect with --disable-compute-advantages-and-returns; "
-                "leave one of them out"
+                f"{flag.option} has no effect with --disable-compute-advantages-and-returns; leave one of them out"
             )
 
 
@@ -180,13 +181,6 @@ def _warn_of_groups_of_one(args: Namespace) -> None:
         )
 
 
-_HOOKS_OF_SAMPLES = (
-    "custom_rm_path", "custom_reward_post_process_path", "custom_generate_function_path", "rollout_sample_hook_path",
-    "rollout_sample_filter_path", "rollout_all_samples_process_path", "custom_convert_samples_to_train_data_path",
-)  # fmt: skip
-"""Functions of the user that may set the teacher's log-probs."""
-
-
 def check_distillation(args: Namespace) -> None:
     """A teacher needs a place to run."""
     if args.use_opd:
@@ -221,7 +215,8 @@ def _check_server(args: Namespace) -> None:
             "teacher answers at --rm-url, so leave it out"
         )
     generates = args.rollout_function_path in GENERATE_WITH_ENGINES and args.load_debug_rollout_data is None
-    if generates and not any(getattr(args, name) for name in _HOOKS_OF_SAMPLES):
+    hooks = flags_where(lambda traits: traits.hook and traits.hook.changes_samples)
+    if generates and not any(getattr(args, flag.dest) for flag in hooks):
         raise ArgumentError(
             f"--use-opd --opd-type sglang: nothing asks a teacher for log-probs; give --custom-rm-path "
             f"{DISTILLATION}.reward_func with --rm-url, and --custom-reward-post-process-path "

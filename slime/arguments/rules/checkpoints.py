@@ -9,6 +9,7 @@ from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.utils import checkpoint_tracker
 from slime.utils.checkpoint_tracker import TRACKER
@@ -180,11 +181,7 @@ def check_format(args: Namespace) -> None:
     form = args.ckpt_format
     if args.save is None or form == "torch_dist":
         return
-    divided = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
-        "--expert-model-parallel-size": args.expert_model_parallel_size,
-    }
+    divided = {flag.option: getattr(args, flag.dest) for flag in flags_where(lambda traits: traits.divides_model)}
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     conflicts = [
         ("--async-save", args.async_save, "is written while training waits"),

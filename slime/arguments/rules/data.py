@@ -10,7 +10,7 @@ from slime.algorithms.reward_types import REWARD_TYPES
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args, own_path
-from slime.arguments.rules.loop import GENERATE_WITH_ENGINES
+from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 
 BUILT_IN_SOURCES = "slime.rollout.data_source."
 KINDS = (".jsonl", ".json", ".parquet")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, GENERATE_WITH_ENGINES
 from slime.arguments.rules.data import BUILT_IN_SOURCES
-from slime.arguments.rules.loop import DEFAULT_ROLLOUT, GENERATE_WITH_ENGINES
 
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
 
@@ -84,27 +85,15 @@ def check_replay(args: Namespace) -> None:
         )
 
 
-# Attribute -> (names that are filled in, names without which one file would overwrite the last, an example).
-TEMPLATES: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
-    "save_debug_rollout_data": (("rollout_id",), ("rollout_id",), "dumps/{rollout_id}.pt"),
-    "save_debug_train_data": (("rollout_id", "rank"), ("rollout_id",), "dumps/{rollout_id}.pt"),
-    "load_debug_rollout_data": (("rollout_id",), (), "dumps/{rollout_id}.pt"),
-    "load_forge_rollout_data": (("rollout_id",), (), "dumps/{rollout_id}.pt"),
-    "save_hf": (("rollout_id",), ("rollout_id",), "exports/{rollout_id}"),
-    "ci_save_grad_norm": (
-        ("role", "rollout_id", "step_id"), ("rollout_id", "step_id"), "norms/{role}_{rollout_id}_{step_id}.pt",
-    ),
-    "ci_load_grad_norm": (("role", "rollout_id", "step_id"), (), "norms/{role}_{rollout_id}_{step_id}.pt"),
-}  # fmt: skip
-
-
 def check_templates(args: Namespace) -> None:
     """Refuse templates that cannot be filled in, and those whose files would overwrite each other."""
-    for attribute, (known, needed, example) in TEMPLATES.items():
+    for flag in flags_where(lambda traits: traits.template):
+        attribute, form = flag.dest, flag.traits.template
         template = getattr(args, attribute)
-        if template is None:
+        if template is None or form is None:
             continue
-        given = f"--{attribute.replace('_', '-')} {template}"
+        known, needed, example = form.names, form.needed, form.example
+        given = f"{flag.option} {template}"
         try:
             found = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
         except ValueError as error:

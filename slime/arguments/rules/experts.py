@@ -6,18 +6,8 @@ import importlib.util
 from argparse import Namespace
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
-
-# Flags that describe a model with experts; a dense model with one of them is a mistake. Others are only idle there.
-_DESCRIBING = (
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_enable_expert_bias",
-    "moe_layer_freq",
-)
 
 
 def check(args: Namespace) -> None:
@@ -95,14 +85,15 @@ def _check_dense(args: Namespace) -> None:
             "--num-experts, or leave it out"
         )
     given: frozenset[str] = args.explicit_flags
-    for name in _DESCRIBING:
+    describing = [flag.dest for flag in flags_where(lambda traits: traits.needs_experts)]
+    for name in describing:
         if name in given and getattr(args, name):
             raise ArgumentError(
                 f"--{name.replace('_', '-')} {getattr(args, name)} describes experts, of which the model has none; "
                 "give --num-experts, or leave it out"
             )
     for name in sorted(given):
-        if name.startswith("moe_") and name not in _DESCRIBING and getattr(args, name):
+        if name.startswith("moe_") and name not in describing and getattr(args, name):
             diagnostics.warn(args, f"--{name.replace('_', '-')} has no effect without --num-experts")
     if isinstance(args.moe_router_load_balancing_type, list) or isinstance(args.moe_aux_loss_coeff, list):
         # Megatron compares their lengths in every model.

@@ -21,14 +21,6 @@ from slime.models.facts import UNSUPPORTED, family_of, known_model, trained_fami
 from slime.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.models.shape import moe_layer_pattern
 
-# What an option that is left out stands for, where Megatron's default is None.
-_LEFT_OUT: dict[str, Any] = {
-    "--moe-router-topk-scaling-factor": 1,
-    "--moe-router-num-groups": 1,
-    "--moe-router-group-topk": 1,
-    "--moe-shared-expert-intermediate-size": 0,
-}
-
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' classes end that have an output layer over the vocabulary."""
@@ -229,8 +221,8 @@ def _seen(args: Namespace, option: str, dest: str) -> Any:
     """The value of ``option`` in the form in which a config says it."""
     if option == "--moe-layer-freq" and isinstance(args.moe_layer_freq, int):
         return moe_layer_pattern(args.moe_layer_freq, args.num_layers)
-    value = getattr(args, dest)
-    return _LEFT_OUT.get(option) if value is None else value
+    value, flag = getattr(args, dest), flags_by_option().get(option)
+    return flag.traits.left_out if value is None and flag is not None else value
 
 
 def _difference(wanted: ModelFlag, seen: Any, family: str | None) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT
 from slime.arguments.rules.checkpoints import needs_reference
 
-DEFAULT_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
-FULLY_ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 ENVIRONMENT_GENERATE = "slime.rollout.environments.generate"
-GENERATE_WITH_ENGINES = (DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT)
-"""Built-in rollout functions that share generation, rewards and evaluation."""
 
 
 def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
@@ -37,8 +35,8 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
             )
         return
     # With a critic --offload-train is on: actor and critic take turns on slots that engines have no part in.
-    names = ("colocate", "offload_rollout") if args.use_critic else ("colocate", "offload_train", "offload_rollout")
-    asked = [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]
+    flags = flags_where(lambda traits: traits.takes_turns)
+    asked = [f.option for f in flags if getattr(args, f.dest) and not (args.use_critic and f.dest == "offload_train")]
     if asked:
         raise ArgumentError(
             f"{asked[0]} makes engines and trainers take turns, but train_async.py generates while it trains; use "

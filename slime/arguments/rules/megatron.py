@@ -9,7 +9,7 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.megatron import aliases
 from slime.arguments.rules import experts, parallelism
 from slime.arguments.rules.hf_config import suggested_flags
-from slime.models.shape import default_ffn_hidden_size, padded_vocab_size
+from slime.models.shape import DESCRIBED_BY, default_ffn_hidden_size, padded_vocab_size
 
 
 def derive(args: Namespace) -> None:
@@ -32,12 +32,7 @@ def derive(args: Namespace) -> None:
 
 
 def _check_model(args: Namespace) -> None:
-    needed = {
-        "num_layers": "--num-layers",
-        "hidden_size": "--hidden-size",
-        "num_attention_heads": "--num-attention-heads",
-    }
-    missing = [option for name, option in needed.items() if not getattr(args, name)]
+    missing = [f"--{name.replace('_', '-')}" for name in DESCRIBED_BY if not getattr(args, name)]
     if args.vocab_size is None and args.padded_vocab_size is None:
         missing.append("--vocab-size")
     if missing:

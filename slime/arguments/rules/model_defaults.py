@@ -15,8 +15,9 @@ from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag, add_to_parser
 from slime.arguments.rules import hf_config
 from slime.models.megatron_flags import ModelFlag, describe, plain
+from slime.models.shape import DESCRIBED_BY
 
-SIZES = frozenset({"num_layers", "hidden_size", "num_attention_heads"})
+SIZES = frozenset(DESCRIBED_BY)
 """A command line with these describes the model itself."""
 DROPOUT = ("hidden_dropout", "attention_dropout")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 
 
@@ -22,8 +23,8 @@ def check(args: Namespace) -> None:
     _check_schedule(args)
     _derive_weight_decay(args)
     _check_state(args)
-    for option in ("--main-grads-dtype", "--main-params-dtype", "--exp-avg-dtype", "--exp-avg-sq-dtype"):
-        value = getattr(args, option[2:].replace("-", "_"))
+    for flag in flags_where(lambda traits: traits.dtype):
+        option, value = flag.option, getattr(args, flag.dest)
         if value != "fp32" and not args.use_precision_aware_optimizer:
             raise ArgumentError(
                 f"{option} {value} needs --use-precision-aware-optimizer; add it, or leave {option} out"

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 
 ALLGATHER_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
@@ -154,14 +155,9 @@ def _check_ends(args: Namespace) -> None:
     for name, option in _ENDS.items():
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ArgumentError(f"{option} {getattr(args, name)}: a pipeline stage has at least 1 layer")
-    others = {
-        "--pipeline-model-parallel-layout": args.pipeline_model_parallel_layout is not None,
-        "--account-for-embedding-in-pipeline-split": args.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": args.account_for_loss_in_pipeline_split,
-    }
-    for option, present in others.items():
-        if present:
-            raise ArgumentError(f"{given[0]} and {option} both say how layers are divided; leave one of them out")
+    for flag in flags_where(lambda traits: traits.divides_layers):
+        if getattr(args, flag.dest) not in (None, False):
+            raise ArgumentError(f"{given[0]} and {flag.option} both say how layers are divided; leave one of them out")
 
 
 def _virtual_stages(args: Namespace) -> int | None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from slime.arguments import diagnostics
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import Model, engines_of, layout_of, models_of
 
@@ -163,12 +164,8 @@ _ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]@]+):(
 def check_deployment(args: Namespace) -> None:
     """The ways to describe engines exclude each other; addresses of engines elsewhere must be addresses."""
     args.rollout_external = args.rollout_external_engine_addrs is not None
-    ways = {
-        "--rollout-external-engine-addrs": args.rollout_external,
-        "--sglang-config": args.sglang_config is not None,
-        "--prefill-num-servers": args.prefill_num_servers is not None,
-    }
-    given = [option for option, present in ways.items() if present]
+    ways = flags_where(lambda traits: traits.deploys)
+    given = [flag.option for flag in reversed(ways) if getattr(args, flag.dest) is not None]
     if len(given) > 1:
         raise ArgumentError(f"{given[0]} and {given[1]} both say which engines there are; leave one of them out")
     args.rollout_external_engine_infos = getattr(args, "rollout_external_engine_infos", None)

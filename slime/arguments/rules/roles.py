@@ -12,7 +12,7 @@ from typing import Any
 
 from slime.arguments import diagnostics
 from slime.arguments.availability import unavailable_messages
-from slime.arguments.command_line import all_flags
+from slime.arguments.command_line import all_flags, flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.role_config import (
     CRITIC_OPTION,
@@ -27,26 +27,11 @@ from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import is_hf_checkpoint, is_megatron_checkpoint
 from slime.arguments.rules.hf_config import read_config
 from slime.arguments.rules.megatron import derive_model, set_field_names
+from slime.arguments.traits import UNSET
 
 ACTOR, CRITIC = "actor", "critic"
 CRITIC_DIRECTORY = "critic"
 """Where in the actor's ``--save`` and ``--load`` the critic's checkpoints are, unless the file says otherwise."""
-
-_WEIGHTS_ALONE = ("no_load_optim", "no_load_rng", "finetune")
-_FOLLOWING = ("ffn_hidden_size", "kv_channels", "padded_vocab_size")  # from other sizes, unless they are said
-# What belongs to a policy: a critic has no log-probs, no experts' choices to repeat and nothing to export.
-_WITHOUT_POLICY: dict[str, Any] = {
-    "loss_type": "value_loss",
-    "normalize_advantages": False,  # it learns returns, which are never whitened
-    "use_kl_loss": False,
-    "use_rollout_logprobs": False,
-    "keep_old_actor": False,
-    "use_routing_replay": False,
-    "use_rollout_routing_replay": False,
-    "enable_mtp_training": False,
-    "mtp_num_layers": None,
-    "save_hf": None,
-}
 
 
 def role_args(args: Namespace, role: str) -> Namespace:
@@ -77,7 +62,7 @@ def derive(args: Namespace) -> None:
     if args.use_critic:
         critic = _critic(args, actor, of_actor, of_critic)
         _check_together(args, actor, critic)
-        args.role_values[CRITIC] = _own_values(critic, args, {*of_critic, *_WITHOUT_POLICY, *CRITIC_VALUES})
+        args.role_values[CRITIC] = _own_values(critic, args, {*of_critic, *_values_of_critic(), *CRITIC_VALUES})
 
 
 def _own_values(role: Namespace, args: Namespace, said: Collection[str]) -> dict[str, Any]:
@@ -107,7 +92,7 @@ def _critic(args: Namespace, actor: Namespace, of_actor: dict[str, Any], overrid
     weights that the actor starts from.
     """
     role = _role(args, CRITIC)
-    for name, value in _WITHOUT_POLICY.items():
+    for name, value in _values_of_critic().items():
         setattr(role, name, value)
     if "save" not in overrides and actor.save is not None:
         role.save = f"{actor.save}/{CRITIC_DIRECTORY}"
@@ -120,6 +105,11 @@ def _critic(args: Namespace, actor: Namespace, of_actor: dict[str, Any], overrid
     return role
 
 
+def _values_of_critic() -> dict[str, Any]:
+    """What a critic has in place of a policy: it has no log-probs, no routing to replay and nothing to export."""
+    return {flag.dest: flag.traits.critic for flag in flags_where(lambda traits: traits.critic is not UNSET)}
+
+
 def _role(args: Namespace, role: str) -> Namespace:
     found = parse_megatron_role_args(args, args.megatron_config_path, role)
     set_field_names(found)
@@ -130,7 +120,8 @@ def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> No
     """Let ``config.json`` of the role's own Hugging Face checkpoint say what neither flags nor the file say."""
     given = {*overrides, *args.explicit_flags}
     defaults = {flag.dest: flag.default for flag in all_flags()}
-    for name in {*model_defaults.taken(args), *_FOLLOWING} - given:
+    derived = (flag.dest for flag in flags_where(lambda traits: traits.from_sizes))
+    for name in {*model_defaults.taken(args), *derived} - given:
         setattr(role, name, defaults[name])
     model_defaults.fill(role, read_config(role.load, "--megatron-config-path: load"), given)
     derive_model(role)
@@ -140,45 +131,20 @@ def _start_from(
     role: Namespace, args: Namespace, overrides: dict[str, Any], load: str, *, else_weights_of: str | None
 ) -> None:
     """Continue the Megatron checkpoint ``load`` when it is one, otherwise take weights alone."""
+    weights_alone = [flag.dest for flag in flags_where(lambda traits: traits.restarts)]
     if is_megatron_checkpoint(load):
         role.load = load
         if "ckpt_step" not in overrides and "ckpt_step" not in args.explicit_flags:
             role.ckpt_step = None  # args may have the step of --ref-load, where first weights come from
-        for name in _WEIGHTS_ALONE:
+        for name in weights_alone:
             if name not in overrides:
                 setattr(role, name, name in args.explicit_flags and getattr(args, name))
         return
     role.load = load if is_hf_checkpoint(load) else else_weights_of
     if role.load == load and not model_defaults.SIZES.issubset(args.explicit_flags):
         _describe(role, args, overrides)
-    for name in _WEIGHTS_ALONE:
+    for name in weights_alone:
         setattr(role, name, True)
-
-
-# Ranks of actor and critic with the same number work on the same samples, and values go from one to the other.
-LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "use_tp_pp_dp_mapping",
-)
-# Batches are divided once, for both.
-BATCHES = (
-    "num_rollout", "rollout_batch_size", "n_samples_per_prompt", "global_batch_size", "micro_batch_size",
-    "use_dynamic_batch_size", "max_tokens_per_gpu", "balance_data", "balance_by_flops", "num_steps_per_rollout",
-    "advantage_estimator", "num_critic_only_steps",
-)  # fmt: skip
-WHOLE_RUN = {
-    "cluster and placement", "rollout generation", "data", "evaluation", "reward", "weight synchronization", "logging",
-    "configuration", "debugging", "fault tolerance", "external engines", "SGLang server", "router", "teacher server",
-}  # fmt: skip
-"""Groups of flags that no role reads."""
-OF_TRAINERS = {
-    "hf_checkpoint", "model_name", "rollout_temperature", "rollout_data_postprocess_path", "distributed_backend",
-    "distributed_timeout_minutes", "log_multi_turn", "log_passrate", "log_correct_samples", "save_debug_train_data",
-    "update_weight_buffer_size",
-}  # fmt: skip
-"""Flags of those groups that trainers do read."""
 
 
 def check(args: Namespace) -> None:
@@ -202,7 +168,7 @@ def _check_together(args: Namespace, actor: Namespace, critic: Namespace) -> Non
         raise ArgumentError(
             f"--advantage-estimator ppo trains a critic for advantages that {other} does not use; leave one of them out"
         )
-    for name in LAYOUT:
+    for name in (flag.dest for flag in flags_where(lambda traits: traits.same_for_roles == "layout")):
         mine, theirs = getattr(actor, name, None), getattr(critic, name, None)
         if mine != theirs:
             raise ArgumentError(
@@ -226,7 +192,7 @@ def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
     """Attribute -> value for ``role``, of ``--critic-overrides`` and of ``--megatron-config-path``, which wins."""
     overrides = overrides_of(args, args.megatron_config_path, role)
     where = f"{OPTION} {args.megatron_config_path}, role {role}" if args.megatron_config_path else CRITIC_OPTION
-    for name in BATCHES:
+    for name in (flag.dest for flag in flags_where(lambda traits: traits.same_for_roles == "batches")):
         if name in overrides and overrides[name] != getattr(args, name):
             raise ArgumentError(
                 f"{where}: {name} is {overrides[name]} and {getattr(args, name)} for the run, but a rollout is divided "
@@ -235,8 +201,8 @@ def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
     flags = all_flags() if overrides else ()
     if refused := unavailable_messages(overrides, flags):
         raise ArgumentError("\n".join(f"{where}: {message}" for message in refused))
-    groups = {flag.dest: flag.group for flag in flags}
-    idle = [name for name in overrides if groups.get(name) in WHOLE_RUN and name not in OF_TRAINERS]
+    of_run = {flag.dest for flag in flags if flag.traits.read_by == "run"}
+    idle = [name for name in overrides if name in of_run]
     if idle:
         diagnostics.warn(
             args,

@@ -9,8 +9,9 @@ from slime.algorithms.reward_types import BOXED, REWARD_TYPES, reward_type
 from slime.arguments import diagnostics
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.environments import environments_of
+from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 from slime.arguments.rules.data import check_file
-from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, SFT_ROLLOUT
 
 ROLLOUT_BUFFER_ROLLOUTS = (
     "slime_plugins.rollout_buffer.rollout_buffer_example.generate_rollout",

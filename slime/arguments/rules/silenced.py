@@ -8,41 +8,21 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
-from typing import NamedTuple
 
 from slime.algorithms.estimators import WITH_CRITIC, Estimator, estimator_of
 from slime.arguments import diagnostics
-from slime.arguments.command_line import all_flags
+from slime.arguments.command_line import flags_where
 from slime.arguments.files.eval_config import own_path
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, GENERATE_WITH_ENGINES
 from slime.arguments.rules.debug import FORGE_ROLLOUT
-from slime.arguments.rules.loop import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.arguments.rules.rollout import ENVIRONMENT_GENERATE, ROLLOUT_BUFFER_ROLLOUTS
+from slime.arguments.traits import Silencer
 
 SLEEP_ROLLOUT = "slime.rollout.sleep_rollout.sleep"
 READS_NO_HOOKS = (SFT_ROLLOUT, FORGE_ROLLOUT, SLEEP_ROLLOUT, *ROLLOUT_BUFFER_ROLLOUTS)
 """Rollout functions of slime's own that read none of the flags about generation and filters."""
-OF_WHOLE_ROLLOUTS = (
-    "rollout_sample_filter_path", "dynamic_sampling_filter_path", "rollout_all_samples_process_path", "partial_rollout",
-    "over_sampling_batch_size",
-)  # fmt: skip
-OF_SAMPLES = (
-    "custom_generate_function_path", "custom_rm_path", "rm_type", "group_rm", "rollout_sample_hook_path",
-    "reward_failure_tolerance",
-)  # fmt: skip
-OF_GENERATION = ("rollout_top_k", "rollout_stop", "rollout_stop_token_ids")
-OF_GROUP_STATISTICS = ("rewards_normalization", "grpo_std_normalization", "reward_statistics")
-OF_THE_POLICY_LOSS = (
-    "eps_clip", "eps_clip_high", "eps_clip_c", "use_kl_loss", "kl_loss_coef", "entropy_coef", "use_tis", "use_opsm",
-    "custom_tis_function_path", "get_mismatch_metrics", "kl_coef", "gamma", "lambd", "use_rollout_logprobs",
-)  # fmt: skip
 ANY_RUN = 1_000_000_000
-
-
-class Silenced(NamedTuple):
-    """``names`` (attributes) have no effect where ``by`` returns what silences them, as words for the message."""
-
-    names: tuple[str, ...]
-    by: Callable[[Namespace], str | None]
 
 
 def _path(option: str, args: Namespace) -> str:
@@ -122,55 +102,50 @@ def _when(present: Callable[[Namespace], object], words: str) -> Callable[[Names
     return lambda args: words if present(args) else None
 
 
-SILENCED: tuple[Silenced, ...] = (
-    Silenced(OF_WHOLE_ROLLOUTS, _rollout_without_hooks),
-    Silenced((*OF_SAMPLES, *OF_GENERATION, "apply_chat_template_kwargs"), _rollout_without_samples),
-    Silenced(OF_WHOLE_ROLLOUTS, _own_rollout),
-    Silenced(("over_sampling_batch_size",), _when(
+SILENCERS: dict[Silencer, Callable[[Namespace], str | None]] = {
+    "rollout without hooks": _rollout_without_hooks,
+    "rollout without samples": _rollout_without_samples,
+    "own rollout": _own_rollout,
+    "fully asynchronous": _when(
         lambda args: args.rollout_function_path == FULLY_ASYNC_ROLLOUT, f"--rollout-function-path {FULLY_ASYNC_ROLLOUT}"
-    )),
-    Silenced(("partial_rollout",), _nothing_is_left_over),
-    Silenced(("rm_type", "custom_rm_path"), _episodes),
-    Silenced((*OF_WHOLE_ROLLOUTS, *OF_SAMPLES), _replay),
-    Silenced(
-        ("eval_interval", "eval_prompt_data", "eval_config"),
-        _when(lambda args: args.debug_train_only, "--debug-train-only, which starts no engines"),
     ),
-    Silenced(
-        ("save_debug_train_data", "use_pytorch_profiler", "ci_save_grad_norm", "ci_load_grad_norm", "release_train"),
-        _when(lambda args: args.debug_rollout_only and not args.serve_only, "--debug-rollout-only: nothing is trained"),
+    "nothing left over": _nothing_is_left_over,
+    "episodes": _episodes,
+    "replay": _replay,
+    "no engines": _when(lambda args: args.debug_train_only, "--debug-train-only, which starts no engines"),
+    "no trainer": _when(
+        lambda args: args.debug_rollout_only and not args.serve_only, "--debug-rollout-only: nothing is trained"
     ),
-    Silenced(("eval_prompt_data",), _when(lambda args: args.eval_config is not None, "--eval-config, which wins")),
-    Silenced(("rollout_shuffle",), _when(
-        lambda args: not args.rollout_global_dataset, "--disable-rollout-global-dataset"
-    )),
-    Silenced(("num_epoch",), _when(
+    "--eval-config": _when(lambda args: args.eval_config is not None, "--eval-config, which wins"),
+    "no data set": _when(lambda args: not args.rollout_global_dataset, "--disable-rollout-global-dataset"),
+    "--num-rollout": _when(
         lambda args: args.num_rollout is not None,
         "--num-rollout, which says how long the run is (epochs still end as --num-epoch counts them)",
-    )),
-    Silenced(("custom_reward_post_process_path", "reward_key", *OF_GROUP_STATISTICS), _conversion),
-    Silenced(OF_GROUP_STATISTICS, _post_process),
-    Silenced(("gamma", "lambd"), _custom_advantages),
-    Silenced(("gamma",), _estimator_without(lambda estimator: estimator.discounted)),
-    Silenced(("rewards_normalization",), _estimator_without(lambda estimator: estimator.baseline)),
-    Silenced(("grpo_std_normalization",), _estimator_without(lambda estimator: estimator.scale_by_std)),
-    Silenced(OF_THE_POLICY_LOSS, _when(lambda args: args.loss_type == "sft_loss", "--loss-type sft_loss")),
-    Silenced(("reward_workers", "reward_time_limit"), _when(
+    ),
+    "own conversion": _conversion,
+    "own post-processing": _post_process,
+    "own advantages": _custom_advantages,
+    "no discount": _estimator_without(lambda estimator: estimator.discounted),
+    "no baseline": _estimator_without(lambda estimator: estimator.baseline),
+    "no scaling": _estimator_without(lambda estimator: estimator.scale_by_std),
+    "sft_loss": _when(lambda args: args.loss_type == "sft_loss", "--loss-type sft_loss"),
+    "own reward": _when(
         lambda args: args.custom_rm_path is not None and not args.eval_datasets,
         "--custom-rm-path: they concern built-in rewards",
-    )),
-)  # fmt: skip
+    ),
+}
+"""By what the traits of flags name: what silences them, as words for the message, or None where nothing does."""
 
 
 def check(args: Namespace) -> None:
     """Warn of every flag that is given and silenced; refuse a run of a critic alone that has none."""
     _check_critic_alone(args)
     given: frozenset[str] = args.explicit_flags
-    flags = {flag.dest: flag for flag in all_flags() if flag.dest in given}
+    flags = [flag for flag in flags_where(lambda traits: traits.silenced_by) if flag.dest in given]
+    flags = [flag for flag in flags if getattr(args, flag.dest) != flag.default]
     said: set[str] = set()
-    for names, by in SILENCED:
-        found = [flags[name] for name in names if name in flags and name not in said]
-        found = [flag for flag in found if getattr(args, flag.dest) != flag.default]
+    for silencer, by in SILENCERS.items():
+        found = [flag for flag in flags if silencer in flag.traits.silenced_by and flag.dest not in said]
         if found and (words := by(args)) is not None:
             said.update(flag.dest for flag in found)
             options = " and ".join(flag.option for flag in found)

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 
+from slime.arguments.command_line import flags_where
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
 from slime.utils.distributed_utils import init_gloo_group, open_store, share_gloo_device
@@ -162,7 +163,8 @@ def _size(args: Namespace, name: str) -> int:
 
 
 def _check_sizes(args: Namespace, world_size: int) -> None:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    layout = flags_where(lambda traits: traits.same_for_roles == "layout")
+    names = [flag.dest for flag in layout if flag.kind == "int"]
     product = 1
     for name in names:
         product *= _size(args, name)

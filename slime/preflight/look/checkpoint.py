@@ -7,36 +7,40 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.errors import ArgumentError
+from slime.arguments.flag import Flag
+from slime.arguments.groups import slime_flags
 from slime.arguments.placement import models_of
 from slime.arguments.rules.hf_config import read_config
 from slime.preflight.look import Findings
 from slime.weights.hf.checkpoint import HfCheckpoint
 
-WEIGHT_FLAGS = ("hf_checkpoint", "ref_load", "opd_teacher_load", "load")
-"""``--load`` may have taken its value from the others."""
 OTHER_FORMATS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.h5", "*.msgpack")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.tiktoken", "*.model", "tokenization_*.py")
 
 
 def look_at_weights(args: Namespace, found: Findings) -> None:
-    """Open every safetensors file, whose header says whether it is whole; report those of ``WEIGHT_FLAGS`` and of the
-    models of ``--sglang-config`` that are missing or cannot be read. Megatron's checkpoints have none."""
+    """Open every safetensors file, whose header says whether it is whole; report those of flags that name a model and
+    of the models of ``--sglang-config`` that are missing or cannot be read. Megatron's checkpoints have none."""
     flag_of: dict[str, str] = {}
-    for name in WEIGHT_FLAGS:
-        if directory := getattr(args, name):
-            flag_of.setdefault(directory, f"--{name.replace('_', '-')}")
+    for flag in sorted(_model_flags(), key=lambda flag: flag.dest == "load"):  # it may have its value from the others
+        if directory := getattr(args, flag.dest):
+            flag_of.setdefault(directory, flag.option)
     served = _served(args)
-    for directory, flag in {**served, **flag_of}.items():
+    for directory, option in {**served, **flag_of}.items():
         if not any(Path(directory).glob("*.safetensors*")):
             if problem := _without_safetensors(args, directory, served=directory in served):
-                found.errors.append(f"{flag} {directory}: {problem}")
+                found.errors.append(f"{option} {directory}: {problem}")
             continue
-        found.begins(f"the files of {flag} {directory}")
+        found.begins(f"the files of {option} {directory}")
         try:
             with HfCheckpoint(directory, framework="numpy") as checkpoint:
                 checkpoint.open_all()
         except (ValueError, OSError) as e:
-            found.errors.append(f"{flag}: {e}")
+            found.errors.append(f"{option}: {e}")
+
+
+def _model_flags() -> list[Flag]:
+    return [flag for flag in slime_flags() if flag.traits.path == "model"]
 
 
 def _served(args: Namespace) -> dict[str, str]:
@@ -60,7 +64,8 @@ def _without_safetensors(args: Namespace, directory: str, *, served: bool) -> st
     if not (path / "config.json").is_file():
         return None
     others = sorted(file.name for pattern in OTHER_FORMATS for file in path.glob(pattern))
-    trained = not args.debug_rollout_only and directory in (args.load, args.ref_load, args.opd_teacher_load)
+    of_trainers = [getattr(args, flag.dest) for flag in _model_flags() if flag.dest != "hf_checkpoint"]
+    trained = not args.debug_rollout_only and directory in of_trainers
     if not (trained or (served and not others)):
         return None
     seen = f"it has {', '.join(others[:3])}, which is not read: convert it" if others else "it has none: fetch it again"

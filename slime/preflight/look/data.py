@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from slime.arguments.files.eval_config import own_path
+from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 from slime.arguments.rules.data import BUILT_IN_SOURCES
-from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, GENERATE_WITH_ENGINES, SFT_ROLLOUT
+from slime.arguments.rules.loop import ENVIRONMENT_GENERATE, SFT_ROLLOUT
 from slime.preflight.look import Findings
 from slime.preflight.look.checkpoint import look_at_tokenizer_files, look_at_vocabulary
 from slime.utils.chat_messages import check_messages
@@ -85,7 +86,7 @@ def prompt_files(args: Namespace) -> Iterator[PromptFile]:
     generated = args.custom_generate_function_path is None and args.rollout_function_path in GENERATE_WITH_ENGINES
     multimodal = args.multimodal_keys
     if draws and args.prompt_data and args.data_source_path.startswith(BUILT_IN_SOURCES):
-        columns = {"--input-key": args.input_key, "--label-key": args.label_key, "--tool-key": args.tool_key}
+        columns = {f"--{name}-key": getattr(args, f"{name}_key") for name in ("input", "label", "tool")}
         yield PromptFile(
             "--prompt-data", args.prompt_data, {**columns, "metadata": args.metadata_key}, args.apply_chat_template,
             args.apply_chat_template_kwargs, multimodal, args.rollout_max_prompt_len, generated,
@@ -177,13 +178,14 @@ def _look_at_prompts(
     args: Namespace, file: PromptFile, tokenizer: Any, trust: dict[str, Any], found: Findings
 ) -> Sample | None:
     """Render the first rows as the run does and look at their lengths; return the first sample."""
-    keys = dict(zip(("prompt_key", "label_key", "tool_key", "metadata_key"), file.columns.values(), strict=True))
+    keys: list[Any] = [*file.columns.values()]
+    prompt_key, label_key, tool_key, metadata_key = keys
     try:
         samples = Dataset(
             first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **trust) if file.multimodal_keys else
             None, None, multimodal_keys=file.multimodal_keys, apply_chat_template=file.apply_chat_template,
             apply_chat_template_kwargs=file.template_kwargs, prompts_are_optional=file.optional,
-            **keys,  # type: ignore[arg-type]
+            prompt_key=prompt_key, label_key=label_key, tool_key=tool_key, metadata_key=metadata_key,
         ).samples  # fmt: skip
     except Exception as e:  # noqa: BLE001  (templates raise what they like)
         found.errors.append(f"{file}: {type(e).__name__}: {e}")

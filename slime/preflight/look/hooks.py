@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.arguments.files.environments import environments_of
 from slime.preflight.look import Findings
-from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
+from slime.rollout.hooks.contracts import ENVIRONMENT, Contract, contracts_of
 from slime.rollout.hooks.hook import Hook, checked_hook, make_hook
 from slime.utils.types import Sample
 from slime.utils.user_code import root_cause, users_line
@@ -63,7 +63,7 @@ def look_at_hooks(args: Namespace, dry_run: bool, found: Findings) -> bool:
 def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
     """Every dotted path, how its function is called, and the flag (or place in a file) that names it."""
     replays = args.load_debug_rollout_data is not None
-    contracts = {name: c for name, c in CONTRACTS.items() if not (replays and c.generates)}
+    contracts = {name: c for name, c in contracts_of("manager").items() if not (replays and c.generates)}
     if not args.debug_rollout_only:
         from slime.backends.megatron_utils import import_megatron
         from slime.backends.megatron_utils.train import hooks
@@ -81,7 +81,7 @@ def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
     for dataset in [] if replays or args.eval_interval is None else args.eval_datasets:
         for name in ("custom_generate_function_path", "custom_rm_path"):
             if path := getattr(dataset, name, None):
-                yield path, CONTRACTS[name], f"--eval-config, data set {dataset.name!r}, {name}"
+                yield path, contracts_of("manager")[name], f"--eval-config, data set {dataset.name!r}, {name}"
 
 
 def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:

@@ -13,15 +13,12 @@ import tempfile
 from argparse import Namespace
 from typing import Any
 
+from slime.arguments.groups import slime_flags
 from slime.preflight.look import Findings
 
 DEADLINE_S = 180.0
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from slime.preflight.look.child import main; main()"
 _SHOWN = 5
-FILE_FLAGS = frozenset(
-    {"custom_arguments_path", "custom_config_path", "lora_adapter_path", "megatron_config_path", "memory_snapshot_path"}
-)
-"""The flags whose name ends in ``_path`` like that of a hook, and which take a file or directory."""
 
 
 def look(args: Namespace, *, dry_run: bool = False) -> Findings:
@@ -72,7 +69,8 @@ def _prompts_are_here(args: Namespace) -> bool:
 
 def _hooks_are_given(args: Namespace) -> bool:
     """Whether a flag names a function of the user's own."""
-    flags = [name for name in args.explicit_flags if name.endswith("_path") and name not in FILE_FLAGS]
+    others = {f.dest for f in slime_flags() if f.traits.path or (f.traits.hook and f.traits.hook.caller == "parser")}
+    flags = [name for name in args.explicit_flags if name.endswith("_path") and name not in others]
     named = [getattr(args, name) or [] for name in flags]
     paths = itertools.chain.from_iterable([value] if isinstance(value, str) else value for value in named)
     return any(not path.startswith(("slime.", "slime_plugins.")) for path in paths)

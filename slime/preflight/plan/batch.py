@@ -5,7 +5,8 @@ from __future__ import annotations
 from argparse import Namespace
 from dataclasses import dataclass
 
-from slime.arguments.rules.loop import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, SFT_ROLLOUT
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
+from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.preflight.plan.format import count, span
 
 

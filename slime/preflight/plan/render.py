@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import Any
 
 from slime.arguments.command_line import all_flags
+from slime.arguments.files.run_config import OWN_FLAGS
 from slime.arguments.flag import Flag
 from slime.arguments.rules import model_defaults
 from slime.arguments.view import to_yaml
@@ -21,9 +22,8 @@ from slime.preflight.plan.placement_text import placement_lines
 from slime.utils.plain import plain
 
 PARALLEL_SIZES = ("world_size", "data_parallel_size")
-SAME_IN_EVERY_RUN = frozenset({"teacher server", "Megatron: training scripts"})
+SAME_IN_EVERY_RUN = frozenset({"Megatron: training scripts"})
 """Groups whose derived values are the same in every run."""
-HIDDEN = frozenset({"dry_run", "config", "dump_config"})
 ONLY_IN_FULL = ("Given", "Derived")
 NO_BREAK = "\u00a0"
 LONG = 48
@@ -100,7 +100,7 @@ def given_lines(args: Namespace) -> list[str]:
     values = {**vars(args), **args.replaced_values}
     groups: dict[str, list[str]] = {}
     for flag in all_flags():
-        if flag.dest in args.explicit_flags - HIDDEN and flag.dest in values:
+        if flag.dest in args.explicit_flags - OWN_FLAGS and flag.dest in values:
             groups.setdefault(flag.group, []).append(_as_typed(flag, values[flag.dest]))
     return _wrapped(list(groups.items()))
 

@@ -18,20 +18,13 @@ from slime.batching.train_data import Rows, build_train_data, finite_reward, joi
 from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.rollout.groups import copy_sample
+from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
 from slime.utils.atomic_file import write_atomically
 from slime.utils.digests import seal, unseal
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
-
-_SAMPLE_HOOKS = (
-    "rollout_function_path",
-    "custom_generate_function_path",
-    "rollout_sample_hook_path",
-    "custom_rm_path",
-    "rollout_sample_filter_path",
-)
 
 
 @dataclass
@@ -59,7 +52,11 @@ class Converter:
         self.carried = CarriedOver()
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
-        makers = [] if args.load_debug_rollout_data else find_hooks(args, *_SAMPLE_HOOKS)
+        makers = (
+            []
+            if args.load_debug_rollout_data
+            else find_hooks(args, *(name for name, hook in contracts_of("manager").items() if hook.makes_samples))
+        )
         self._sample_hooks = [hook for hook in makers if not hook.path.startswith("slime.")]
 
     def shards(self, samples: Sequence[Sample]) -> list[RolloutShard]:

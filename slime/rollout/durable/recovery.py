@@ -8,22 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.groups import slime_flags
 from slime.rollout.durable.journal import GroupJournal, group_index, remove_journals
 from slime.utils.misc import should_run_periodic_action
 from slime.utils.types import Sample, iter_samples
 
 logger = logging.getLogger(__name__)
-
-DECIDES_WHAT_IS_GENERATED = (
-    "apply_chat_template", "apply_chat_template_kwargs", "custom_generate_function_path", "custom_rm_path",
-    "data_source_path", "environment_config", "environment_path", "group_rm", "hf_checkpoint", "input_key",
-    "label_key", "metadata_key", "multimodal_keys", "n_samples_per_prompt", "partial_rollout", "prompt_data",
-    "ref_load", "reward_key", "rm_type", "rm_url", "rollout_function_path", "rollout_max_context_len",
-    "rollout_max_prompt_len", "rollout_max_response_len", "rollout_sample_hook_path", "rollout_seed",
-    "rollout_shuffle", "rollout_skip_special_tokens", "rollout_stop", "rollout_stop_token_ids",
-    "rollout_temperature", "rollout_top_k", "rollout_top_p", "tool_key", "use_rollout_routing_replay",
-)  # fmt: skip
-"""Groups in the journal are used only if these arguments are unchanged: the run would generate the same again."""
 
 Group = list[Sample]
 
@@ -130,7 +120,8 @@ def _is_resumed(args: Any) -> bool:
 
 
 def _setting(args: Any) -> dict[str, Any]:
-    values = {name: getattr(args, name) for name in DECIDES_WHAT_IS_GENERATED}
+    """Return what decides what is generated: groups in the journal are used only if it is unchanged."""
+    values = {flag.dest: getattr(args, flag.dest) for flag in slime_flags() if flag.traits.decides_generation}
     setting: dict[str, Any] = json.loads(json.dumps(values, default=str))
     return setting
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slime.rollout.cancelling import caller_is_cancelled
-from slime.rollout.hooks.contracts import CONTRACTS, ENVIRONMENT, Contract
+from slime.rollout.hooks.contracts import ENVIRONMENT, Contract, contracts_of
 from slime.utils.async_utils import run
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -136,8 +136,8 @@ def make_hook(path: str, name: str, flag: str | None = None, load: Callable[[str
     going to be called.
     """
     if load is None or load is load_function:
-        return checked_hook(path, CONTRACTS[name], flag or CONTRACTS[name].flag)
-    return Hook(flag or CONTRACTS[name].flag, path, load(path))
+        return checked_hook(path, contracts_of("manager")[name], flag or contracts_of("manager")[name].flag)
+    return Hook(flag or contracts_of("manager")[name].flag, path, load(path))
 
 
 @functools.cache
@@ -156,7 +156,9 @@ def check_hooks(args: Any) -> None:
     from slime.arguments.files.environments import environments_of  # no reward worker needs what it imports
 
     replays = args.load_debug_rollout_data
-    find_hooks(args, *(name for name, contract in CONTRACTS.items() if not (replays and contract.generates)))
+    find_hooks(
+        args, *(name for name, contract in contracts_of("manager").items() if not (replays and contract.generates))
+    )
     for entry in environments_of(args).values() if not replays else []:
         checked_hook(entry.path, ENVIRONMENT, f"environment {entry.name!r}")
     for dataset in args.eval_datasets if not replays else []:

@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import fnmatch
+from dataclasses import replace
 
 import pytest
 
 from slime.arguments.availability import (
-    ANY,
-    INERT,
-    NOT_YET,
-    NOT_YET_MEGATRON,
     NOT_YET_SPECS,
     inert_messages,
     is_available,
@@ -18,19 +15,17 @@ from slime.arguments.availability import (
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 from slime.arguments.help import status_text
+from slime.arguments.passthrough.traits import TRAITS
+from slime.arguments.traits import NONE, Traits
 from tests.support.arguments import dry, parse
 
 
 def test_the_table_names_declared_flags_and_choices(flags):
-    known = {flag.dest: flag for flag in flags}
-    for name, entry in NOT_YET.items():
-        assert name in known, name
-        if entry != ANY:
-            assert set(entry) <= set(known[name].choices), name
-    assert set(INERT) <= set(known)
-    megatron = [flag.dest for flag in flags if flag.source == "megatron"]
-    for pattern in NOT_YET_MEGATRON:
-        assert fnmatch.filter(megatron, pattern), pattern
+    for flag in flags:
+        assert set(refused_values(flag)) <= set(flag.choices or ()), flag.option
+    passed = [flag.dest for flag in flags if flag.source != "slime"]
+    for pattern in TRAITS:
+        assert fnmatch.filter(passed, pattern), pattern
 
 
 def test_the_table_can_be_read(flags):
@@ -38,7 +33,7 @@ def test_the_table_can_be_read(flags):
     lines = [f"{flag.option:44} {status_text(flag)}" for flag in flags]
     table = [line for line in lines if "not available yet" in line]
     print("\n".join(["", *table]))
-    assert len(table) == sum(bool(not is_available(f) or refused_values(f)) for f in flags if f.dest not in INERT)
+    assert len(table) == sum(bool(not is_available(f) or refused_values(f)) for f in flags if not f.traits.inert)
     assert any(line.split() == ["--rollout-data-transport", "not", "available", "yet:", "nixl"] for line in table)
 
 
@@ -47,7 +42,7 @@ def test_every_unavailable_flag_is_refused_by_name(flags):
     for flag in flags:
         values = [object()] if not is_available(flag) else list(refused_values(flag))
         for value in values:
-            messages = inert_messages if flag.dest in INERT else unavailable_messages
+            messages = inert_messages if flag.traits.inert else unavailable_messages
             (message,) = messages({flag.dest: value}, flags)
             assert flag.option in message
 
@@ -64,9 +59,10 @@ def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):
     assert unavailable_messages(values, flags) == inert_messages(values, flags) == []
 
 
-def test_one_line_of_the_table_makes_a_flag_available(monkeypatch, flags):
-    monkeypatch.delitem(NOT_YET, "allgather_cp")
-    assert unavailable_messages({"allgather_cp": True}, flags) == []
+def test_one_trait_makes_a_flag_available(flags):
+    flag = next(flag for flag in flags if flag.dest == "allgather_cp")
+    assert unavailable_messages({"allgather_cp": True}, [flag]) != []
+    assert unavailable_messages({"allgather_cp": True}, [replace(flag, traits=NONE)]) == []
 
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
@@ -82,7 +78,9 @@ def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
 
 def test_the_way_out_lists_the_other_choices():
     name, option = "rollout_data_transport", "--rollout-data-transport"
-    flag = Flag(name, (option,), "object-store", choices=("object-store", "file", "nixl"))
+    flag = Flag(
+        name, (option,), "object-store", choices=("object-store", "file", "nixl"), traits=Traits(not_yet=("nixl",))
+    )
     (message,) = unavailable_messages({name: "nixl"}, [flag])
     assert message == f"{option} nixl is not available yet in this version; use object-store or file"
 

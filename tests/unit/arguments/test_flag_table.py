@@ -64,7 +64,6 @@ def test_defaults_reach_the_namespace():
         "start_rollout_id",
         "grpo_std_normalization",
         "padded_vocab_size",
-        "megatron_server_warmup",
     }
     for option, attribute, _, default in ROWS:
         if option not in given and attribute not in derived:

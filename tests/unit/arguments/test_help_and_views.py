@@ -262,3 +262,27 @@ def test_a_reference_page_that_drifted_is_found(tmp_path, monkeypatch, capsys):
     page.write_text(gen_arguments_doc.render())
     assert gen_arguments_doc.main() == 0
     assert check_docs.check_generated() == []
+
+
+def test_help_of_a_flag_says_what_else_is_true_of_it(flags):
+    """Who reads it, what it needs and what sets it; for hooks the call."""
+
+    def about(option):
+        return " ".join(help_text(flags, option, width=120).partition("related:")[0].split())
+
+    assert "needs --update-weight-transport disk" in about("--update-weight-disk-dir")
+    assert "read by the driver, the rollout manager or engines; no role has its own" in about("--wandb-mode")
+    assert "read by the trainers" in about("--lr")
+    assert "set by --eps-clip, unless it is given" in about("--eps-clip-high")
+    assert "set by slime.arguments.rules.placement, unless it is given" in about("--rollout-num-gpus")
+    assert "set by slime for the critic: False" in about("--use-kl-loss")
+    assert "set by slime on a machine without GPUs: 'cpu' unless it is given" in about("--sglang-device")
+    assert "called as fn(args, groups)" in about("--rollout-sample-filter-path")
+    assert "fills in {rollout_id}, {rank}" in about("--save-debug-train-data")
+    assert "generated again after a change" in about("--rollout-top-p")
+
+
+@pytest.mark.parametrize("more", [(), ("--colocate",), ("--advantage-estimator", "ppo")])
+def test_what_a_rule_resolves_has_a_value(flags, more):
+    args = parse(*more)
+    assert [f.dest for f in flags if f.traits.resolved_by and getattr(args, f.dest) is None] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.availability import INERT, is_available, unavailable_messages
+from slime.arguments.availability import is_available, unavailable_messages
 from slime.arguments.command_line import read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
@@ -118,7 +118,7 @@ class TestFlagsOfTrainingScripts:
         for flag in script_flags():
             assert not is_available(flag), flag.option
             changed = {flag.dest: object()}
-            assert bool(unavailable_messages(changed, [flag])) != (flag.dest in INERT), flag.option
+            assert bool(unavailable_messages(changed, [flag])) != bool(flag.traits.inert), flag.option
 
     def test_they_are_in_no_configuration_class(self) -> None:
         """A flag that megatron-core reads belongs to the other table, where it acts."""
@@ -184,6 +184,7 @@ def test_help_names_nothing_it_does_not_offer() -> None:
     from slime.arguments.command_line import all_flags
 
     known = {option for flag in all_flags() for option in flag.options}
-    texts = [*NOT_FLAGS.values(), *INERT.values(), *(flag.help for flag in [*HAND_TABLE, *script_flags()])]
+    inert = [flag.traits.inert for flag in all_flags()]
+    texts = [*NOT_FLAGS.values(), *inert, *(flag.help for flag in [*HAND_TABLE, *script_flags()])]
     named = {option for text in texts for option in re.findall(r"(?<!\w)--[a-z][a-z0-9-]+", text)}
     assert named <= known

@@ -9,7 +9,7 @@ import pytest
 
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.command_line import read_words
-from slime.arguments.spelling import HYDRA
+from slime.arguments.spelling import hydra_settings
 from tests.support.arguments import known, minimal_flags
 
 PAGE = Path(__file__).parents[3] / "docs" / "en" / "reference" / "other_frameworks.md"
@@ -17,12 +17,14 @@ PAGE = Path(__file__).parents[3] / "docs" / "en" / "reference" / "other_framewor
 
 def test_the_page_has_the_table():
     rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    assert [(key, flag.replace("`", "")) for key, flag in rows] == [(k, v.replace("`", "")) for k, v in HYDRA.items()]
+    assert [(key, flag.replace("`", "")) for key, flag in rows] == [
+        (k, v.replace("`", "")) for k, v in hydra_settings().items()
+    ]
 
 
 def test_every_flag_of_the_table_exists(flags):
     options = {option for flag in flags for option in flag.options}
-    assert {word for text in HYDRA.values() for word in re.findall(r"--[a-z][a-z-]+", text)} <= options
+    assert {word for text in hydra_settings().values() for word in re.findall(r"--[a-z][a-z-]+", text)} <= options
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from argparse import Namespace
 import pytest
 
 from slime.arguments import ArgumentError
+from slime.arguments.command_line import flags_where
 from slime.arguments.rules import data, debug, parallelism, rollout
 from slime.arguments.rules.placement import parse_address
 from tests.support.arguments import run_args
@@ -89,10 +90,11 @@ def test_what_is_no_address_is_refused(text):
 
 def test_templates_that_pass_can_be_filled_in():
     values = {"rollout_id": 7, "rank": 1, "role": "actor", "step_id": 2}
-    nothing = {
-        "advantage_estimator": "grpo", "num_rollout": 2, "num_steps_per_rollout": 2, **dict.fromkeys(debug.TEMPLATES)
-    }  # fmt: skip
-    for attribute, (known, needed, example) in debug.TEMPLATES.items():
+    templates = {flag.dest: flag.traits.template for flag in flags_where(lambda traits: traits.template)}
+    nothing = {"advantage_estimator": "grpo", "num_rollout": 2, "num_steps_per_rollout": 2, **dict.fromkeys(templates)}
+    assert len(templates) == 7
+    for attribute, template_of in templates.items():
+        known, needed, example = template_of.names, template_of.needed, template_of.example
         names = [f"{{{name}}}" for name in (*known, "epoch")]
         for count in range(len(names) + 1):
             for chosen in itertools.combinations(names, count):

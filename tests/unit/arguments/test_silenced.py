@@ -8,7 +8,7 @@ import pytest
 
 from slime.arguments import ArgumentError, parse_args
 from slime.arguments.rules.loop import refuse_impossible_loop
-from slime.arguments.rules.silenced import SILENCED
+from slime.arguments.rules.silenced import SILENCERS
 from slime.rollout.eval_rollout import _make_samples, eval_sampling_params
 from slime.rollout.rm_hub import reward_hook, reward_kind, scored_together
 from slime.rollout.sglang_rollout import generate_hook
@@ -86,11 +86,10 @@ def test_flags_with_an_effect_are_not_warned_about(words):
     assert [said for said in dry(*words.split()).warnings if "no effect" in said or "times" in said] == []
 
 
-def test_every_name_is_a_flag():
+def test_what_traits_name_is_what_silences():
     from slime.arguments.command_line import all_flags
 
-    known = {flag.dest for flag in all_flags()}
-    assert {name for row in SILENCED for name in row.names} <= known
+    assert {silencer for flag in all_flags() for silencer in flag.traits.silenced_by} == SILENCERS.keys()
 
 
 def test_a_critic_alone_needs_a_critic():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slime.backends.megatron_utils.train.hooks import CONTRACTS as OF_TRAINERS
-from slime.rollout.hooks.contracts import CONTRACTS as OF_MANAGERS
+from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import checked_hook
 
 CORRECTION = "pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths"
@@ -52,7 +52,7 @@ FORMS: dict[str, list[str]] = {
     ],
     "custom_update_weight_post_write_path": ["args, version_dir, rollout_engines"],
 }
-CONTRACTS = {**OF_MANAGERS, **OF_TRAINERS}
+CONTRACTS = {**contracts_of("manager"), **OF_TRAINERS}
 
 
 def test_every_hook_has_a_form() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from examples import older_names
 from slime.arguments.files.environments import environments_of
-from slime.rollout.hooks.contracts import CONTRACTS
+from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import checked_hook
 from slime.utils.misc import load_function
 from slime.utils.types import Sample
@@ -55,7 +55,7 @@ async def test_they_play_in_the_examples_environment(module: str, environment: s
 @pytest.mark.parametrize("module", [*NAMES, "examples.strands_sglang.generate_with_strands"])
 def test_they_have_the_forms_of_their_flags(module: str) -> None:
     for name, flag in (("generate", "custom_generate_function_path"), ("reward_func", "custom_rm_path")):
-        checked_hook(f"{module}.{name}", CONTRACTS[flag], f"--{flag}")
+        checked_hook(f"{module}.{name}", contracts_of("manager")[flag], f"--{flag}")
 
 
 def test_folders_on_the_path() -> None:

@@ -12,7 +12,7 @@ import pytest
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.filter_hub.base_types import await_dynamic_filter, call_dynamic_filter
-from slime.rollout.hooks.contracts import CONTRACTS
+from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import Hook, check_hooks, in_thread, make_hook, place_of
 from slime.rollout.sample_hooks import apply_rollout_sample_hooks, apply_sample_hooks, set_current_rollout_id
 from slime.rollout.sglang_rollout import call_generate
@@ -70,7 +70,7 @@ def test_a_hook_says_where_it_is():
 
 
 def test_the_flags_of_contracts_are_those_of_the_arguments():
-    for name, contract in CONTRACTS.items():
+    for name, contract in contracts_of("manager").items():
         assert contract.flag == "--" + name.replace("_", "-")
 
 

@@ -127,3 +127,37 @@ def test_the_report_counts_lines_and_declared_flags(code: Code) -> None:
     assert measures["getattr on args"] == "2, of them 1 on declared flags"
     assert measures["lines that mypy checks"].startswith(f"{lines['middle.py']} (")
     assert measures["upward imports"].splitlines()[0] == "2"
+
+
+def test_lists_of_flags_any_and_long_functions(tmp_path: Path) -> None:
+    (tmp_path / "made" / "arguments" / "groups").mkdir(parents=True)
+    listed = """
+        NAMES = ("--save-hf", "save", "load")
+        ROLES = {"save": 1, "load": 2, "seed": 3}
+        OPTIONS = {1: "--save", 2: "--load", 3: "--seed"}
+        OTHERS = {"save": 1, "load": 2}, ["save", "load", "lr", "x"], {"fp16", "bf16", "fp8"}
+        MOSTLY_NOT = ("save", "load", "seed", "a", "b", "c", "d")
+
+        def read(args: Any, name: str, *rest: typing.Any) -> None:
+            a, b, c = args.save, args.load, args.seed
+            return [args.save, args.load, args.seed], [self.save, self.load, self.seed]
+        """
+    (tmp_path / "made" / "__init__.py").write_text(textwrap.dedent(listed))
+    (tmp_path / "made" / "arguments" / "groups" / "train.py").write_text(textwrap.dedent(listed))
+    (tmp_path / "made" / "long.py").write_text(
+        "def fits():\n" + "    x = 1\n" * 66 + "def exceeds(self):\n" + "    x = 1\n" * 67
+    )
+    code = Code(tmp_path, "made")
+    declared = {"save", "load", "seed", "save_hf", "fp16", "bf16", "fp8"}
+    assert code.flag_lists(declared - {"fp16", "bf16", "fp8"}) == [
+        "made:2 (3)",
+        "made:3 (3)",
+        "made:4 (3)",
+        "made:10 (3)",
+    ]
+    assert code.any_parameters() == (4, 6)
+    assert code.long_functions() == ["made.long.exceeds"]
+    measures = dict(report(code, SETTINGS, declared, {"fp16", "bf16", "fp8"}))
+    assert measures["lists of flags outside declarations"].splitlines()[0] == "4"
+    assert measures["`Any` parameters"] == "4 of 6 (66.7%)"
+    assert measures["functions > 67 lines"].splitlines()[0] == "1"

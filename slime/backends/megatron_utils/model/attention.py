@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
+from slime.arguments.command_line import flags_where
 from slime.utils import accelerator
 
 try:  # only CUDA machines have it, and it is optional there
@@ -248,19 +249,11 @@ class TorchCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        refused = {
-            "--softmax-type": config.softmax_type != "vanilla",
-            "--window-size": config.window_size is not None,
-            "--qk-clip": config.qk_clip,
-            "--log-max-attention-logit": config.log_max_attention_logit,
-            "--hierarchical-context-parallel-sizes": config.hierarchical_context_parallel_sizes is not None,
-            "--hybrid-context-parallel": config.hybrid_context_parallel,
-        }
-        if any(refused.values()):
-            flags = ", ".join(flag for flag, asked in refused.items() if asked)
+        flags = flags_where(lambda traits: traits.needs_te)
+        if refused := [flag.option for flag in flags if getattr(config, flag.dest) != flag.default]:
             raise ValueError(
-                f"attention without TransformerEngine does not support {flags} (layer {layer_number}): leave it out, "
-                "or install transformer-engine on a CUDA machine."
+                f"attention without TransformerEngine does not support {', '.join(refused)} (layer "
+                f"{layer_number}): leave it out, or install transformer-engine on a CUDA machine."
             )
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])

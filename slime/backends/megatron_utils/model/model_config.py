@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from slime.arguments.command_line import flags_where
+from slime.arguments.passthrough.megatron import aliases
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
 
@@ -92,19 +94,6 @@ def _check_llama3(settings: dict[str, Any], rope: dict[str, Any], path: Path) ->
 logger = logging.getLogger(__name__)
 
 
-# Fused kernels that TransformerEngine, apex or megatron's own CUDA extensions bring.
-NEEDS_FUSED_KERNELS = (
-    "persist_layer_norm",
-    "gradient_accumulation_fusion",
-    "masked_softmax_fusion",
-    "apply_rope_fusion",
-    "moe_grouped_gemm",
-    "moe_permute_fusion",
-    "moe_router_fusion",
-    "tp_comm_overlap",
-)
-
-
 GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 
 
@@ -139,7 +128,8 @@ def transformer_config_from_args(args: Namespace) -> Any:
             f"--fp8-format {args.fp8}: TransformerEngine computes products in FP8, and it is not installed where this "
             "trainer runs (import transformer_engine); install it, or leave out --fp8-format"
         )
-    without = list(NEEDS_FUSED_KERNELS) if not (on_cuda and HAVE_TE) else []
+    fused = flags_where(lambda traits: traits.fused_kernel)  # of TransformerEngine, apex or megatron's own extensions
+    without = [flag.dest for flag in fused] if not (on_cuda and HAVE_TE) else []
     if not on_cuda:
         without += NEEDS_CUDA
         if values.get("activation_func") is not F.silu:  # that of SwiGLU is our own, see cpu_adapter
@@ -233,16 +223,10 @@ def ddp_config_from_args(args: Namespace) -> Any:
     from megatron.core.distributed import DistributedDataParallelConfig
 
     values = _same_named(DistributedDataParallelConfig, args)
-    for field, argument in {
-        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-        "check_for_nan_in_grad": "check_for_nan_in_loss_and_grad",
-        "bucket_size": "ddp_bucket_size",
-        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
-        "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
-        "average_in_collective": "ddp_average_in_collective",
-    }.items():
-        if (value := getattr(args, argument, None)) is not None:
-            values[field] = value
+    fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig) if field.init}
+    for argument, name in aliases().items():
+        if name in fields and (value := getattr(args, argument, None)) is not None:
+            values[name] = value
     if not values.get("overlap_grad_reduce", False):
         values["bucket_size"] = None
     elif values.get("bucket_size") is None:

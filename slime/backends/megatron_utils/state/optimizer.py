@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.command_line import flags_where
 from slime.arguments.rules.optimizer import train_steps
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.state.offload import torch_optimizers
@@ -39,7 +40,7 @@ def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig) if field.init}
     values = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    for name in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+    for name in (flag.dest for flag in flags_where(lambda traits: traits.dtype)):
         if isinstance(values.get(name), str):
             values[name] = DTYPES[values[name]]
     values.update(params_dtype=model_config.params_dtype, bf16=model_config.bf16, fp16=model_config.fp16, timers=None)

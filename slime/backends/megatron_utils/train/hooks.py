@@ -15,54 +15,15 @@ from torch import Tensor
 from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import sample_name
 from slime.batching.ragged_tensor import as_lists
-from slime.rollout.hooks.contracts import Contract
+from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import Hook, checked_hook
 
 OptionalCall = Callable[..., Any] | None
 
-
-_LENGTHS = ("total_lengths", "response_lengths")
-REDUCER_KEYWORDS = ("rollout_ids", "rollout_mask_sums", "rollout_turn_counts")
-"""Per-sample columns that a reducer of the user's is given where it takes them."""
-
-
-CONTRACTS: dict[str, Contract] = {
-    "custom_megatron_init_path": Contract("--custom-megatron-init-path", "fn(args)", 1),
-    "custom_megatron_before_log_prob_hook_path": Contract(
-        "--custom-megatron-before-log-prob-hook-path", "fn(args, model, store_prefix)", 3
-    ),
-    "custom_megatron_before_train_step_hook_path": Contract(
-        "--custom-megatron-before-train-step-hook-path",
-        "fn(args, rollout_id, step_id, model, optimizer, opt_param_scheduler)",
-        6,
-    ),
-    "rollout_data_postprocess_path": Contract(
-        "--rollout-data-postprocess-path", "fn(args, rollout_id, rollout_data)", 3
-    ),
-    "custom_advantage_function_path": Contract("--custom-advantage-function-path", "fn(args, rollout_data)", 2),
-    "custom_loss_function_path": Contract(
-        "--custom-loss-function-path", "fn(args, batch, logits, sum_of_sample_mean)", 4
-    ),
-    "custom_tis_function_path": Contract(
-        "--custom-tis-function-path",
-        "fn(args, *, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kw)",
-        0,
-        ("args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", *_LENGTHS),
-    ),
-    "custom_pg_loss_reducer_function_path": Contract(
-        "--custom-pg-loss-reducer-function-path",
-        "fn(total_lengths, response_lengths, loss_masks, calculate_per_token_loss"
-        "[, rollout_ids, rollout_mask_sums, rollout_turn_counts])",
-        4,
-        offered=REDUCER_KEYWORDS,
-    ),
-    "custom_update_weight_post_write_path": Contract(
-        "--custom-update-weight-post-write-path", "fn(args, version_dir, rollout_engines)", 3
-    ),
-}
-
-
+CONTRACTS = contracts_of("trainer")
 """By the attribute of the arguments that holds the dotted path: how a trainer calls the function."""
+REDUCER_KEYWORDS = CONTRACTS["custom_pg_loss_reducer_function_path"].offered
+"""Per-sample columns that a reducer of the user's is given where it takes them."""
 
 
 @dataclass(frozen=True)

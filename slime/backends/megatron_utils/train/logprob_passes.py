@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.arguments.command_line import flags_where
 from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils.lora.adapter import adapters_off
 from slime.backends.megatron_utils.model.mtp_loss import mtp_targets, trains_mtp
@@ -135,9 +136,6 @@ def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
     return isinstance(model, Float16Module) and args.loss_type != "custom_loss" and args.rollout_top_p == 1.0
 
 
-_RANDOM_IN_TRAINING = ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "lora_dropout")
-
-
 @torch.no_grad()
 def forward_only(
     args: Namespace,
@@ -213,7 +211,7 @@ def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
             args.save_debug_train_data is not None,
             args.ci_test,
             "train_log_probs" in (args.profile_target or ()),
-            *(getattr(args, name, None) for name in _RANDOM_IN_TRAINING),
+            *(getattr(args, flag.dest, None) for flag in flags_where(lambda traits: traits.random)),
         ]
     )
 

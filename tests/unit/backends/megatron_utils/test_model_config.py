@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from slime.arguments.command_line import flags_where
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.model import model_config
 from slime.backends.megatron_utils.model.model_config import params_dtype, squared_relu, transformer_config_from_args
@@ -120,7 +121,9 @@ def test_two_dtypes_at_once() -> None:
 @needs_no_cuda
 def test_what_needs_fused_kernels_is_off() -> None:
     accelerator.reset_accelerator()
-    names = (*model_config.NEEDS_FUSED_KERNELS, *model_config.NEEDS_CUDA, "bias_activation_fusion")
+    fused = [flag.dest for flag in flags_where(lambda traits: traits.fused_kernel)]
+    assert len(fused) == 8
+    names = (*fused, *model_config.NEEDS_CUDA, "bias_activation_fusion")
     asked = {
         name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap", "bias_activation_fusion")
     }

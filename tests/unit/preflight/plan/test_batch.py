@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.arguments.rules.loop import DEFAULT_ROLLOUT, SFT_ROLLOUT
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT
+from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.batching.schedule import build_dp_schedule
 from slime.preflight.plan.batch import BatchPlan, batch_of, batch_rows
 from tests.support.arguments import run_args

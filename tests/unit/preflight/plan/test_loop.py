@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.arguments.rules.loop import FULLY_ASYNC_ROLLOUT, refuse_impossible_loop
+from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT
+from slime.arguments.rules.loop import refuse_impossible_loop
 from slime.preflight.plan.loop import loop_of
 from tests.support.arguments import dry
 
