@@ -7,10 +7,10 @@ the next rollout starts. ``train`` surrounds the loop with a start and an end th
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import model_defaults
 from slime.arguments.rules.checkpoints import first_weights, refuse_checkpoints_since
@@ -82,7 +82,7 @@ class Loop:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         rollout: Rollout,
         trainer: Trainer | None,
         rollouts_per_epoch: int | None,
@@ -310,7 +310,7 @@ class Loop:
         return should_run_periodic_action(rollout_id, interval, self.rollouts_per_epoch, last)
 
 
-def train(args: Namespace, *, overlap: bool = False) -> None:
+def train(args: Args, *, overlap: bool = False) -> None:
     """Start everything, run the loop, and end everything. For ``overlap`` see ``Loop``.
 
     Raises ArgumentError, before anything is started, for flags that the schedule cannot follow, and for prompts and
@@ -361,7 +361,7 @@ def train(args: Namespace, *, overlap: bool = False) -> None:
         _end(rollout, gently=finished)
 
 
-def _open(args: Namespace) -> None:
+def _open(args: Args) -> None:
     """Make the run directory, and say what the run is, and what space it has."""
     refuse_checkpoints_since(args)
     run_dir.prepare(args)
@@ -387,6 +387,6 @@ def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
         directories.release()
 
 
-def run(args: Namespace, *, overlap: bool = False) -> int:
+def run(args: Args, *, overlap: bool = False) -> int:
     """Run ``train`` as a program does; return its exit code."""
     return run_as_program(args, lambda: train(args, overlap=overlap))

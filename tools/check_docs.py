@@ -3,8 +3,9 @@
 With ``--run RUN_DIR`` only compare the metrics that a run has logged with their reference page.
 
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
-flags, files and dotted names in code spans; Python fences compile; generated pages and the scripts of models match what
-they are generated from; every page of ``docs`` can be reached from its index; prose has none of the words in ``WORDS``.
+flags, files and dotted names in code spans; Python fences compile; generated pages, the scripts of models and the types
+of arguments match what they are generated from; every page of ``docs`` can be reached from its index; prose has none of
+the words in ``WORDS``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from tools import (
+    gen_args,
     gen_arguments_doc,
     gen_config_files_doc,
     gen_examples_doc,
@@ -185,7 +187,12 @@ def main() -> int:
         return 1 if missing else 0
     begin = time.monotonic()
     paths = documents()
-    mistakes = [*check_pages(paths, INDEX), *check_generated(), *gen_model_scripts.differences()]
+    mistakes = [
+        *check_pages(paths, INDEX),
+        *check_generated(),
+        *gen_args.differences(),
+        *gen_model_scripts.differences(),
+    ]
     for mistake in mistakes:
         print(mistake, file=sys.stderr)
     verdict = f"{len(mistakes)} mistakes" if mistakes else "no mistake"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from argparse import Namespace
 from typing import Literal
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engines_of
@@ -15,7 +15,7 @@ from slime.arguments.placement import engines_of
 PUSH_MARGIN_MINUTES = 2
 
 
-def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) -> None:
+def finalize_for_device(args: Args, device_type: Literal["cpu", "cuda"]) -> None:
     """Set what depends on the device, in place; ``args.device_type`` is set too.
 
     What was given on the command line holds; what cannot work on the device raises ``ArgumentError``.
@@ -47,7 +47,7 @@ def finalize_for_device(args: Namespace, device_type: Literal["cpu", "cuda"]) ->
     args.grad_reduce_in_fp32 = args.accumulate_allreduce_grads_in_fp32
 
 
-def _check_handles_of_memory(args: Namespace) -> None:
+def _check_handles_of_memory(args: Args) -> None:
     """Colocated engines open the trainer's memory by its handle."""
     if not args.colocate or args.update_weight_transport == "disk":
         return
@@ -61,7 +61,7 @@ def _check_handles_of_memory(args: Namespace) -> None:
             )
 
 
-def _outlast_pushes(args: Namespace, given: frozenset[str]) -> None:
+def _outlast_pushes(args: Args, given: frozenset[str]) -> None:
     """Ranks wait in a collective while one of them pushes weights: NCCL's watchdog must give the push its time."""
     needed = math.ceil(args.weight_sync_timeout / 60) + PUSH_MARGIN_MINUTES
     if args.distributed_timeout_minutes >= needed:
@@ -76,7 +76,7 @@ def _outlast_pushes(args: Namespace, given: frozenset[str]) -> None:
         args.distributed_timeout_minutes = needed
 
 
-def _check_caches_are_unregistered(args: Namespace) -> None:
+def _check_caches_are_unregistered(args: Args) -> None:
     """The network must not know memory of a GPU that is released for the trainer."""
     for plan in engines_of(args):
         given = args.sglang_disaggregation_transfer_backend
@@ -90,7 +90,7 @@ def _check_caches_are_unregistered(args: Namespace) -> None:
             )
 
 
-def _finalize_for_cpu(args: Namespace, given: frozenset[str]) -> None:
+def _finalize_for_cpu(args: Args, given: frozenset[str]) -> None:
     for flag in flags_where(lambda traits: traits.without_gpu):
         holds, found = flag.dest in given, flag.traits.without_gpu
         if found is None or (found.given_holds and holds):

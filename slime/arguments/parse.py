@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from slime.arguments import diagnostics, older_flags
+from slime.arguments.args import Args
 from slime.arguments.availability import inert_messages, unavailable_messages
 from slime.arguments.command_line import AddCustomArguments, all_flags, build_parser, read_words, repeated_messages
 from slime.arguments.errors import ArgumentError
@@ -38,7 +39,7 @@ def parse_args(
     *,
     look: Callable[..., Any] | None = None,
     serve: bool = False,
-) -> argparse.Namespace:
+) -> Args:
     """Parse, check and derive. ``argv`` None reads ``sys.argv``.
 
     ``add_custom_arguments(parser)`` may add a user's own flags. On a wrong command line: a message on stderr and exit
@@ -71,7 +72,7 @@ def parse_args(
 
 def resolve(
     words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser, *, serve: bool = False
-) -> argparse.Namespace:
+) -> Args:
     """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``.
 
     What is found on the way is on the namespace, in the lists of ``diagnostics``.
@@ -87,7 +88,7 @@ def resolve(
     notes = [*current.notes, *file.warnings]
     given |= custom_config.read(given.get("custom_config_path"), flags, notes.append)
     changed = {**parser.custom_defaults, **file.defaults, **given}  # type: ignore[attr-defined]
-    args = argparse.Namespace(**{flag.dest: copy.copy(flag.default) for flag in flags})
+    args = Args(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
         setattr(args, name, value)
     args.serve_only = serve
@@ -129,7 +130,7 @@ def resolve(
     return args
 
 
-def _about_path(args: argparse.Namespace, flags: Sequence[Flag], error: OSError) -> str:
+def _about_path(args: Args, flags: Sequence[Flag], error: OSError) -> str:
     """Return what is wrong with a path, and the flags that name it."""
     path = str(error.filename or "")
     values = ((flag.option, vars(args).get(flag.dest)) for flag in flags)
@@ -137,9 +138,7 @@ def _about_path(args: argparse.Namespace, flags: Sequence[Flag], error: OSError)
     return f"{', '.join(named) or path or 'a path'}: cannot be looked at: {error.strerror or error}"
 
 
-def _check_availability(
-    args: argparse.Namespace, given: dict[str, Any], flags: Sequence[Flag], refused: Sequence[str]
-) -> None:
+def _check_availability(args: Args, given: dict[str, Any], flags: Sequence[Flag], refused: Sequence[str]) -> None:
     """Refuse features that do not exist (yet), in a dry run keep them; warn of flags without effect.
 
     ``refused``: sentences about flags of older releases.
@@ -151,7 +150,7 @@ def _check_availability(
         raise ArgumentError("\n".join(args.not_available))
 
 
-def _answer_dry_run(args: argparse.Namespace, look: Callable[..., Any] | None) -> NoReturn:
+def _answer_dry_run(args: Args, look: Callable[..., Any] | None) -> NoReturn:
     if look is not None:
         found = look(args, dry_run=True)
         if found.errors:
@@ -163,7 +162,7 @@ def _answer_dry_run(args: argparse.Namespace, look: Callable[..., Any] | None) -
     sys.exit(0)
 
 
-def _check_groups(args: argparse.Namespace, given: dict[str, Any]) -> None:
+def _check_groups(args: Args, given: dict[str, Any]) -> None:
     """Let every group's model check and convert what was given; all mistakes are reported at once."""
     messages: list[str] = []
     for group in ALL_GROUPS:

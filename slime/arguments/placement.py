@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+from slime.arguments.args import Args
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def plan_layout(
     return Layout(actor_slots + rollout_slots, actor_slots, actor_slots, rollout_slots)
 
 
-def layout_of(args: Namespace) -> Layout:
+def layout_of(args: Args) -> Layout:
     """Return the layout that the flags ask for."""
     return plan_layout(
         actor_slots=args.actor_num_nodes * args.actor_num_gpus_per_node,
@@ -176,7 +177,7 @@ def _engines_of_group(model: str, group: ServerGroup, slots_per_node: int) -> li
         raise ValueError(f"model {model}, {group.worker_type} engines: {error}") from error
 
 
-def models_of(args: Namespace) -> Sequence[Model] | None:
+def models_of(args: Args) -> Sequence[Model] | None:
     """Return the models that ``--sglang-config`` or ``--prefill-num-servers`` describe; None without them."""
     if args.sglang_config is None and args.prefill_num_servers is None:
         return None
@@ -184,20 +185,21 @@ def models_of(args: Namespace) -> Sequence[Model] | None:
 
     # Warnings about the file are given once, when flags are parsed.
     parsing = hasattr(args, "warnings")
-    models: Sequence[Model] = deployment(args if parsing else Namespace(**vars(args), warnings=[])).models
+    models: Sequence[Model] = deployment(args if parsing else Args(**vars(args), warnings=[])).models
     return models
 
 
-def args_of_group(args: Namespace, group: ServerGroup) -> Namespace:
+def args_of_group(args: Args, group: ServerGroup) -> Args:
     """Return ``args`` as they would be if the flags described the engines of ``group``."""
     values = {f"sglang_{name}": value for name, value in group.overrides.items()}
-    found = Namespace(**{**vars(args), "sglang_tp_size": None, **values})
-    found.rollout_num_gpus_per_engine = group.num_gpus_per_engine
+    found = Args(**{**vars(args), "sglang_tp_size": None, **values})
+    if group.num_gpus_per_engine is not None:
+        found.rollout_num_gpus_per_engine = group.num_gpus_per_engine
     found.hf_checkpoint = group.overrides.get("model_path", args.hf_checkpoint)
     return found
 
 
-def engines_of(args: Namespace) -> list[EnginePlan]:
+def engines_of(args: Args) -> list[EnginePlan]:
     """Return the engines that the flags ask for; none on slots that are not the rollout's.
 
     Raises ValueError where the slots do not make whole engines.
@@ -229,7 +231,7 @@ def engines_of(args: Namespace) -> list[EnginePlan]:
     ]
 
 
-def spare_slots(args: Namespace) -> int:
+def spare_slots(args: Args) -> int:
     """Return how many slots the engines take that may be added until every model has ``--rollout-max-engines``."""
     if args.rollout_max_engines is None or args.rollout_external:
         return 0
@@ -262,7 +264,7 @@ class EngineSizes:
         return self.tp * self.pp
 
 
-def engine_sizes(args: Namespace, engine: EnginePlan) -> EngineSizes:
+def engine_sizes(args: Args, engine: EnginePlan) -> EngineSizes:
     """Return the parallel sizes of ``engine``: its group's, else the flags'."""
 
     def size(name: str) -> int:
@@ -297,7 +299,7 @@ def pack(layout: Layout, *, trainer_slots_per_node: int, slots_per_node: int) ->
     return nodes
 
 
-def nodes_of(args: Namespace, layout: Layout) -> list[Node]:
+def nodes_of(args: Args, layout: Layout) -> list[Node]:
     """Return the nodes of a run."""
     return pack(layout, trainer_slots_per_node=args.actor_num_gpus_per_node, slots_per_node=args.num_gpus_per_node)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
 from slime.arguments.diagnostics import FINDINGS
 from slime.utils.plain import plain
 
 
-def dump(args: Namespace) -> dict[str, dict[str, Any]]:
+def dump(args: Args) -> dict[str, dict[str, Any]]:
     """``group -> attribute -> value``: plain data, secrets masked, derived attributes under ``derived``.
 
     Of Megatron, SGLang and the router only what differs from the default is listed.
@@ -29,7 +29,7 @@ def dump(args: Namespace) -> dict[str, dict[str, Any]]:
     return {**found, "derived": derived}
 
 
-def to_yaml(args: Namespace) -> str:
+def to_yaml(args: Args) -> str:
     """``dump`` as YAML text."""
     from slime.arguments.files import yaml_source
 

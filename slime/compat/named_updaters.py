@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.servers.types import EngineInfo
 from slime.weight_sync import resolve_pause_mode
 from slime.weight_sync.distributed import DistributedTransport
@@ -22,7 +22,7 @@ class _NamedUpdater(WeightUpdater):
     needed. Engines are ``EngineInfo`` records: what the rollout manager's ``get_updatable_engines`` returns.
     """
 
-    def __init__(self, args: Namespace, model: Sequence[Any], transport: Transport) -> None:
+    def __init__(self, args: Args, model: Sequence[Any], transport: Transport) -> None:
         pause_mode = resolve_pause_mode(args, synchronous_loop=True)
         super().__init__(args, SimpleNamespace(args=args, model=list(model)), transport, pause_mode=pause_mode)
 
@@ -38,12 +38,12 @@ class _NamedUpdater(WeightUpdater):
 class UpdateWeightFromTensor(_NamedUpdater):
     """To engines on the trainer's own slots."""
 
-    def __init__(self, args: Namespace, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+    def __init__(self, args: Args, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
         super().__init__(args, model, TensorTransport(args))
 
 
 class UpdateWeightFromDistributed(_NamedUpdater):
     """To engines on slots of their own."""
 
-    def __init__(self, args: Namespace, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+    def __init__(self, args: Args, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
         super().__init__(args, model, DistributedTransport(args))

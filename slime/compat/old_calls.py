@@ -6,11 +6,11 @@ import asyncio
 import atexit
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.utils.moved import warn_moved
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ INTERVAL_S = 3.0
 DEADLINE_S = 600.0
 
 
-def calculate_fwd_flops(seqlens: Sequence[int], args: Any) -> float:
+def calculate_fwd_flops(seqlens: Sequence[int], args: Args) -> float:
     """Return the FLOPs of one forward pass over sequences of these lengths: ``slime.models.flops.forward_flops``."""
     return float(import_module("slime.models.flops").forward_flops(args, seqlens))
 
@@ -86,7 +86,7 @@ def compute_log_probs(logits: Any, tokens: Any, process_group: Any) -> Any:
     return import_module("slime.algorithms.log_probs").calculate_log_probs_and_entropy(logits, tokens, process_group)[0]
 
 
-def init_wandb_primary(args: Namespace) -> str | None:
+def init_wandb_primary(args: Args) -> str | None:
     """Open the trackers of the driver, until it exits; return the id of the W&B run, None without ``--use-wandb``."""
     warn_moved("slime.utils.wandb_utils.init_wandb_primary", f"{_TRACKING}.init_tracking(args)")
     tracking = import_module(_TRACKING)
@@ -96,7 +96,7 @@ def init_wandb_primary(args: Namespace) -> str | None:
     return run_id
 
 
-def init_wandb_secondary(args: Namespace, wandb_run_id: str | None = None, router_addr: str | None = None) -> None:
+def init_wandb_secondary(args: Args, wandb_run_id: str | None = None, router_addr: str | None = None) -> None:
     """Let this process hand its metrics to the driver, which writes them; the other arguments are not needed."""
     del wandb_run_id, router_addr
     warn_moved("slime.utils.wandb_utils.init_wandb_secondary", f"{_TRACKING}.init_tracking(args, primary=False)")

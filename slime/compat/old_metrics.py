@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.utils.declared import with_defaults
 
 _METRICS = "slime.ray.manager.rollout_metrics"
@@ -48,13 +49,13 @@ def compression_ratio(
     return len(raw) / size, 100.0 * (1.0 - size / len(raw))
 
 
-def compute_metrics_from_samples(args: Any, samples: Sequence[Any]) -> dict[str, float]:
+def compute_metrics_from_samples(args: Args, samples: Sequence[Any]) -> dict[str, float]:
     """Return lengths, truncation, repetition and groups without a difference, without a prefix."""
     metrics, args = import_module(_METRICS), with_defaults(args)
     return {**metrics.sample_metrics(args, samples), **metrics.zero_std_counts(args, samples)}
 
 
-def compute_perf_metrics_from_samples(args: Any, samples: Sequence[Any], rollout_time: float) -> dict[str, float]:
+def compute_perf_metrics_from_samples(args: Args, samples: Sequence[Any], rollout_time: float) -> dict[str, float]:
     """Return the rollout's time and tokens per second, without a prefix."""
     found: dict[str, float] = import_module(_METRICS).speed_metrics(with_defaults(args), samples, rollout_time)
     return found
@@ -62,7 +63,7 @@ def compute_perf_metrics_from_samples(args: Any, samples: Sequence[Any], rollout
 
 def log_rollout_data(
     rollout_id: int,
-    args: Any,
+    args: Args,
     samples: Sequence[Any],
     rollout_extra_metrics: Mapping[str, Any] | None,
     rollout_time: float,
@@ -75,6 +76,6 @@ def log_rollout_data(
     log(args, {**metrics, "rollout/step": step}, "rollout/step")
 
 
-def update_tracking_open_metrics(args: Any, router_addr: str | None = None) -> None:
+def update_tracking_open_metrics(args: Args, router_addr: str | None = None) -> None:
     """Do nothing: trackers need no address of a router."""
     del args, router_addr

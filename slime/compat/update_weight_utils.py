@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.weights.naming import global_named_parameters
 from slime.utils.moved import moved, warn_moved
 
@@ -22,7 +22,7 @@ __getattr__ = moved(
 )
 
 
-def named_parameters(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(args: Args, model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this rank's parameters as (``module.module.`` + name with layers counted over the whole model, tensor)."""
     del args
     new = f"{global_named_parameters.__module__}.{global_named_parameters.__name__}"

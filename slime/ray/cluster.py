@@ -17,7 +17,6 @@ import socket
 import stat
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 import slime
+from slime.arguments.args import Args
 from slime.arguments.passthrough.source import CORE_VARIABLE
 from slime.observability import run_dir
 from slime.observability.best_effort import Files
@@ -200,7 +200,7 @@ def current() -> Cluster:
     return _current
 
 
-def connect(args: Namespace, slots: int) -> Cluster:
+def connect(args: Args, slots: int) -> Cluster:
     """Connect to Ray, once per process, and settle what depends on the devices found.
 
     ``--ray-address``, ``RAY_ADDRESS`` (``ray job submit`` sets it) or an earlier ``ray.init`` join a running
@@ -337,7 +337,7 @@ def describe_resources(resources: dict[str, float]) -> str:
     return ", ".join(f"{k} {v:g}" for k, v in shown.items()) or "no CPU, no GPU"
 
 
-def _join_or_start(args: Namespace, run_id: str, slots: int) -> bool:
+def _join_or_start(args: Args, run_id: str, slots: int) -> bool:
     """Connect; return True when this process started the cluster."""
     if ray.is_initialized():
         return False

@@ -5,10 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.roles import CRITIC, role_args
@@ -22,7 +22,7 @@ _NAME_CHARS = 200
 _held: dict[Path, DirectoryLock] = {}
 
 
-def hold(args: Namespace) -> None:
+def hold(args: Args) -> None:
     """Lock every directory that the run writes state to, until ``release`` or the end of this process.
 
     Before anything is written. What this process holds already stays held. Raises ArgumentError, with nothing newly
@@ -47,7 +47,7 @@ def release() -> None:
         _held.popitem()[1].release()
 
 
-def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
+def _lock(args: Args, what: str, file: Path) -> DirectoryLock | None:
     try:
         if what.startswith("--run-dir"):
             file.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def _lock(args: Namespace, what: str, file: Path) -> DirectoryLock | None:
         raise ArgumentError(f"{what} cannot be written: {file}: {e.strerror or e}{space}") from e
 
 
-def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:
+def _locks(args: Args) -> Iterator[tuple[str, Path]]:
     """Yield what is locked, as messages name it, and the file of its lock."""
     for option, value in _directories(args):
         yield f"{option} {value}", Path(os.path.realpath(value)) / NAME
@@ -79,13 +79,13 @@ def _locks(args: Namespace) -> Iterator[tuple[str, Path]]:
             yield f"{flag.option} {template}", fixed / f".{rest}{NAME}"
 
 
-def _directories(args: Namespace) -> Iterator[tuple[str, str]]:
+def _directories(args: Args) -> Iterator[tuple[str, str]]:
     """Yield flag and value of the directories that the run writes state to."""
     trains = not args.debug_rollout_only and not args.serve_only
     if trains and args.num_rollout != 0 and args.save:
         yield "--save", args.save
-        if args.use_critic:
-            yield "save of the critic", role_args(args, CRITIC).save
+        if args.use_critic and (own := role_args(args, CRITIC).save):
+            yield "save of the critic", own
     if trains and not args.debug_train_only and args.update_weight_transport == "disk":
         for name in ("update_weight_disk_dir", "update_weight_local_checkpoint_dir"):
             if directory := getattr(args, name):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.utils import shared_memory
 
@@ -19,7 +19,7 @@ OPTIMIZER_SHARE = 7
 """Bytes of a checkpoint with Adam's state per byte of bf16 weights: 2 + 4 + 4 + 4 in place of 2."""
 
 
-def look(args: Namespace) -> None:
+def look(args: Args) -> None:
     """Log what is free for what the run writes, and warn where it is less than is written at a time.
 
     Raises ArgumentError where shared memory has too little for an engine or a trainer to start.
@@ -40,7 +40,7 @@ def look(args: Namespace) -> None:
     logger.log(logging.WARNING if scarce else logging.INFO, "shared memory: %s", shared_memory.words())
 
 
-def _needs(args: Namespace) -> Iterator[tuple[str, str, float | None]]:
+def _needs(args: Args) -> Iterator[tuple[str, str, float | None]]:
     """Yield flag, directory and about how many bytes are written at a time; None where that is not known."""
     trains = not args.debug_rollout_only and not args.serve_only
     weights = _weights_of(args.hf_checkpoint)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Self
 
+from slime.arguments.args import Args
 from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.rollout.durable.journal_file import to_json
 from slime.rollout.durable.journal_writer import samples_to_json
@@ -84,10 +85,11 @@ class RolloutDataSource(DataSource):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         source = super().__new__(cls)
-        source._begin(args[0] if args else kwargs.get("args"))
+        given: Any = args[0] if args else kwargs.get("args")
+        source._begin(given)
         return source
 
-    def _begin(self, args: Any) -> None:
+    def _begin(self, args: Args) -> None:
         """Set what the methods need, whether or not a subclass calls ``super().__init__``."""
         self.args = with_defaults(args) if hasattr(args, "__dict__") else args
         self.epoch_id = 0
@@ -102,7 +104,7 @@ class RolloutDataSource(DataSource):
         self._snapshots: dict[int, bytes] = {}
         self._recovery = Recovery(args, of_a_bare=type(self).__name__)
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         args = with_defaults(args)
         self.args = args
         self._recovery = Recovery(args)
@@ -342,12 +344,12 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
 
     accepts_samples = True
 
-    def _begin(self, args: Any) -> None:
+    def _begin(self, args: Args) -> None:
         super()._begin(args)
         self.buffer: list[Group] = []
         self.buffer_filter: Callable[..., Any] = pop_first
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args)
         if path := args.buffer_filter_path:
             self.buffer_filter = make_hook(path, "buffer_filter_path", load=load_function)
@@ -411,7 +413,7 @@ class RolloutDataSourceWithBuffer(RolloutDataSource):
         return len(self.buffer)
 
 
-def pop_first(args: Any, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
+def pop_first(args: Args, rollout_id: int | None, buffer: list[Group], num_samples: int) -> list[Group]:
     """Remove and return the first ``num_samples`` groups of ``buffer`` (fewer when it holds fewer)."""
     taken = buffer[:num_samples]
     del buffer[: len(taken)]
@@ -426,7 +428,7 @@ def _state_path(root: str, rollout_id: int, suffix: str) -> Path:
     return Path(root) / "rollout" / f"global_dataset_state_dict_{rollout_id}{suffix}"
 
 
-def draw_groups(args: Any, get_samples: Callable[[int], Any], count: int) -> list[list[Sample]]:
+def draw_groups(args: Args, get_samples: Callable[[int], Any], count: int) -> list[list[Sample]]:
     """Return ``get_samples(count)``: groups of ``n_samples_per_prompt`` samples, fewer than ``count`` at the end.
 
     Raises TypeError and ValueError, naming the data source, for anything else.

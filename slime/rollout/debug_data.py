@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from slime.arguments.args import Args
 from slime.utils.atomic_file import replacing
 from slime.utils.types import Sample
 
@@ -55,10 +56,11 @@ def load_rollout(path: str | os.PathLike[str], subsample_ratio: float | None = N
     return samples if subsample_ratio is None else subsample(samples, subsample_ratio)
 
 
-def save_tokenizer(args: Any) -> None:
+def save_tokenizer(args: Args) -> None:
     """Write tokenizer and processor of the run beside its dumps: ``<--dump-details>/tokenizer`` and ``processor``."""
     from slime.utils.processing_utils import load_processor, load_tokenizer
 
+    assert args.dump_details is not None
     trust = {"trust_remote_code": args.trust_remote_code}
     load_tokenizer(args.hf_checkpoint, **trust).save_pretrained(Path(args.dump_details) / "tokenizer")
     processor = load_processor(args.hf_checkpoint, **trust)

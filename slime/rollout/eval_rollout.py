@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.eval_config import own_path
 from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.observability.progress import progress_bar
@@ -27,7 +28,7 @@ EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 """Loaded data sets, for the life of the process."""
 
 
-def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
+def _load_dataset(args: Args, config: Any, state: Any) -> Dataset:
     load = partial(
         Dataset,
         config.path,
@@ -48,7 +49,7 @@ def _load_dataset(args: Any, config: Any, state: Any) -> Dataset:
     return EVAL_PROMPT_DATASET[key]
 
 
-def _generate_path(args: Any, config: Any) -> str | None:
+def _generate_path(args: Args, config: Any) -> str | None:
     own = own_path(config, "custom_generate_function_path")
     path: str | None = args.custom_generate_function_path if own is None else own
     return path
@@ -60,7 +61,7 @@ def _setting(config: Any, name: str, of_run: Any) -> Any:
     return of_run if value is None and name not in getattr(config, "switched_off", ()) else value
 
 
-def eval_sampling_params(args: Any, config: Any) -> dict[str, Any]:
+def eval_sampling_params(args: Args, config: Any) -> dict[str, Any]:
     """Return the engines' sampling parameters for a data set."""
     params: dict[str, Any] = {
         "temperature": config.temperature,
@@ -95,7 +96,7 @@ def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
 
 
 async def eval_single_dataset(
-    args: Any, rollout_id: int, config: Any, state: Any, generate_and_rm: Callable[..., Awaitable[Any]]
+    args: Args, rollout_id: int, config: Any, state: Any, generate_and_rm: Callable[..., Awaitable[Any]]
 ) -> dict[str, dict[str, list[Any]]]:
     """Generate and score every sample of a data set through ``generate_and_rm``; ``state`` is the GenerateState.
 

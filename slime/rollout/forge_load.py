@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.debug_data import load_rollout
 from slime.utils.declared import with_defaults
@@ -19,7 +20,7 @@ DATASET_NAME = "forge_eval"
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Return the dump at ``args.load_forge_rollout_data``, a path or a template with ``{rollout_id}``.
 
@@ -43,7 +44,7 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=[[sample for _, sample in group] for group in groups.values()])
 
 
-def _eval_output(args: Any, samples: list[Sample]) -> RolloutFnEvalOutput:
+def _eval_output(args: Args, samples: list[Sample]) -> RolloutFnEvalOutput:
     key = args.eval_reward_key or args.reward_key
     return RolloutFnEvalOutput(
         data={

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.data_source import draw_groups, hand_back
@@ -61,7 +62,7 @@ class AsyncRolloutWorker(GroupStream):
     generates_copies = True
     """What the data source saves must not change while it is written."""
 
-    def __init__(self, args: Any, data_buffer: Any, concurrency: int | None = None) -> None:
+    def __init__(self, args: Args, data_buffer: Any, concurrency: int | None = None) -> None:
         args = with_defaults(args)
         super().__init__(args, sglang_rollout.generate_job, find_hook(args, "dynamic_sampling_filter_path"))
         self.data_source = data_buffer
@@ -78,7 +79,7 @@ class AsyncRolloutWorker(GroupStream):
 
     # Start and stop
 
-    def serves(self, args: Any, data_source: Any) -> bool:
+    def serves(self, args: Args, data_source: Any) -> bool:
         """Whether it is the worker for these: the same data source, and arguments of the same values."""
         return self.data_source is data_source and (args is self.args or vars(args) == vars(self.args))
 
@@ -362,7 +363,7 @@ _worker: AsyncRolloutWorker | None = None
 _worker_lock = threading.Lock()
 
 
-def get_global_worker(args: Any, data_source: Any) -> AsyncRolloutWorker:
+def get_global_worker(args: Args, data_source: Any) -> AsyncRolloutWorker:
     """Return the process's worker for ``data_source``; one for another data source or arguments is stopped first."""
     global _worker
     args = with_defaults(args)
@@ -395,7 +396,7 @@ def unconsumed_groups() -> list[Group]:
 
 @also_named(data_buffer="data_source")
 def generate_rollout_fully_async(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation continues afterwards."""
     args = with_defaults(args)

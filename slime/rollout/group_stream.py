@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.observability.progress import progress_bar
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.data_source import draw_groups
@@ -116,7 +117,7 @@ class GroupStream(HeldGroups):
     """Whether the samples that were drawn stay as they are. Else they are what is generated: rewards may be pending."""
     keeps_dropped = True
 
-    def __init__(self, args: Any, generate: Generate, dynamic_filter: Callable[..., Any] | None) -> None:
+    def __init__(self, args: Args, generate: Generate, dynamic_filter: Callable[..., Any] | None) -> None:
         super().__init__(args)
         self.rollout_id = 0
         self.clock = weight_clock()
@@ -373,7 +374,7 @@ class RolloutStream(GroupStream):
 
     def __init__(
         self,
-        args: Any,
+        args: Args,
         rollout_id: int,
         state: Any,
         get_samples: Callable[[int], list[Group]],
@@ -508,7 +509,7 @@ class RolloutStream(GroupStream):
         }
 
 
-async def stop_in_flight(args: Any, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
+async def stop_in_flight(args: Args, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
     """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
     With ``partial_rollout`` that is what has been generated of them; rewards are left pending, and the
@@ -554,7 +555,7 @@ def _to_resume(task: asyncio.Task[Any], job: GroupJob, rollout_id: int) -> Group
 
 
 async def run_rollout_hooks(
-    args: Any, accepted: list[Group], seen: list[Group], get_samples: Any, load: Callable[[str], Any] | None = None
+    args: Args, accepted: list[Group], seen: list[Group], get_samples: Any, load: Callable[[str], Any] | None = None
 ) -> list[Group]:
     """Run the hooks of a whole rollout; return the accepted groups in order, as the sample filter leaves them.
 

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.environments import environments_of
 from slime.arguments.rules.loop import ENVIRONMENT_GENERATE
 from slime.rollout.groups import Group, GroupJob, is_complete, prompt_of
@@ -22,7 +23,7 @@ class HeldGroups(ABC):
     The rule is that of ``slime.rollout.outages``. ``counts`` go by the name of the metric, without ``rollout/``.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.waiting: deque[GroupJob] = deque()
         self.in_flight: dict[asyncio.Task[Any], GroupJob] = {}

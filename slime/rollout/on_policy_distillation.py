@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.rm_hub.remote import ask
 from slime.utils.declared import with_defaults
@@ -25,7 +26,7 @@ _last_ids: dict[str, int] = {}
 """Address of a teacher -> the last id of its vocabulary, once it has been met."""
 
 
-async def reward_func(args: Any, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: Any) -> Any:
     """Return the teacher's whole reply, with the log-probs of every token of ``sample``; for a list, one each.
 
     The teacher must have the student's tokenizer. ``--rollout-request-timeout`` bounds a reward as a whole: a third of
@@ -82,7 +83,7 @@ async def _name_last_id(url: str, sample: Sample, reply: Any, timeout: float) ->
             entry[1] = last
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+def post_process_rewards(args: Args, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
     """Set ``teacher_log_probs`` (response_length floats) of all samples; return (raw rewards, rewards), all 0.0.
 
     A sample whose reward failed, which is left out of the loss, gets zeros. Raises ValueError naming the sample for a

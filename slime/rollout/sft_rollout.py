@@ -6,6 +6,7 @@ import functools
 import logging
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.utils.async_utils import run
@@ -30,7 +31,7 @@ def mask_generator(checkpoint: str, loss_mask_type: str, trust_remote_code: bool
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Return ``rollout_batch_size`` conversations as samples: ids, loss mask, reward 0, one sample per prompt.
 
@@ -80,7 +81,7 @@ def generate_rollout(
     return RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
 
-def _is_too_long(args: Any, sample: Sample) -> bool:
+def _is_too_long(args: Args, sample: Sample) -> bool:
     """Whether a conversation, or the part of it before the first trained token, exceeds the limit of its flag."""
     limits = (
         (args.rollout_max_context_len, len(sample.tokens)),
@@ -89,13 +90,13 @@ def _is_too_long(args: Any, sample: Sample) -> bool:
     return any(limit is not None and length > limit for limit, length in limits)
 
 
-def _micro_batch_tokens(args: Any) -> int | None:
+def _micro_batch_tokens(args: Args) -> int | None:
     if not args.use_dynamic_batch_size or args.max_tokens_per_gpu is None:
         return None
     return int(args.max_tokens_per_gpu * args.context_parallel_size)
 
 
-def _fill(args: Any, sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
+def _fill(args: Args, sample: Sample, generator: MultiTurnLossMaskGenerator) -> None:
     prompt: Any = sample.prompt
     if isinstance(prompt, str):
         raise ValueError(
@@ -117,7 +118,7 @@ def _fill(args: Any, sample: Sample, generator: MultiTurnLossMaskGenerator) -> N
     sample.status = Sample.Status.COMPLETED
 
 
-def _place(args: Any, sample: Sample) -> str:
+def _place(args: Args, sample: Sample) -> str:
     """Name the row of a conversation that cannot be used, which is looked for then: samples know none."""
     rows = read_rows(args.prompt_data) if args.prompt_data else ()
     found = next((where for where, row in rows if row.get(args.input_key) == sample.prompt), None)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
 from slime.rollout.cancelling import end_if_cancelled, gather_or_cancel
@@ -71,7 +72,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
     ``generate_and_rm``.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         args = with_defaults(args)
         super().__init__(args)
         self.args = args
@@ -90,7 +91,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         """The groups of a rollout that failed."""
         self.reset()
 
-    def serves(self, args: Any) -> bool:
+    def serves(self, args: Args) -> bool:
         """Whether requests with ``args`` share this state: all do while some are in flight, then those with its values.
 
         A generate function may pass a changed copy of the arguments on; its requests count with the others.
@@ -125,14 +126,14 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         self.remaining_batch_size += len(samples)
 
 
-def get_model_url(args: Any, model_name: str, endpoint: str = "/generate") -> str:
+def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> str:
     """Return the URL of ``endpoint`` at the router of ``model_name``; see ``model_url``."""
     return model_url(args, model_name, endpoint)
 
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Any, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The default ``--rollout-function-path``: blocks until the rollout (or the evaluation) is complete."""
     args = with_defaults(args)
@@ -158,7 +159,7 @@ def generate_rollout(
 
 
 async def generate_rollout_async(
-    args: Any, rollout_id: int, get_samples: Callable[[int], list[list[Sample]]]
+    args: Args, rollout_id: int, get_samples: Callable[[int], list[list[Sample]]]
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
     """Return ``rollout_batch_size`` groups that pass the dynamic filter, and the groups to hand back to the source.
 
@@ -195,7 +196,7 @@ async def generate_rollout_async(
     return RolloutFnTrainOutput(samples=data, metrics=metrics), stream.handed_back + stream.unfinished
 
 
-async def generate_job(args: Any, job: GroupJob) -> list[Any]:
+async def generate_job(args: Args, job: GroupJob) -> list[Any]:
     """Generate and score the group of ``job``; return its result."""
     attempt, params = job.ended, GenerateState(args).sampling_params.copy()
     group = await generate_and_rm_group(args, job.group, params, evaluation=False)
@@ -205,7 +206,7 @@ async def generate_job(args: Any, job: GroupJob) -> list[Any]:
 
 
 async def generate_and_rm_group(
-    args: Any, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, group: list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> list[Any]:
     """Generate and score the samples of one prompt concurrently; return them in order.
 
@@ -236,7 +237,7 @@ async def generate_and_rm_group(
     return group
 
 
-def _sampling_seed(args: Any, state: Any, sample: Any, number: int) -> int:
+def _sampling_seed(args: Args, state: Any, sample: Any, number: int) -> int:
     """Return the seed of a group's sample: groups are numbered over the whole run, so no draw of a prompt has another
     one's, and a run that is resumed continues. Those without a number have the rollout's, and their own index."""
     first = next(iter_samples(sample))
@@ -246,7 +247,7 @@ def _sampling_seed(args: Any, state: Any, sample: Any, number: int) -> int:
 
 
 async def generate_and_rm(
-    args: Any, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample | list[Sample], sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample | list[Sample]:
     """Generate one sample, run the sample hooks and score it. Finished samples only get the reward they lack.
 
@@ -280,7 +281,7 @@ async def generate_and_rm(
     return result
 
 
-async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Generate the response of ``sample``, or the rest of it when it has some already; return the same sample.
 
     An abort that was not requested here (engines abort for a weight sync) is resumed from the tokens that were made.
@@ -304,7 +305,7 @@ async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any], e
     return sample
 
 
-async def _score(args: Any, state: Any, result: Sample | list[Any], evaluation: bool) -> None:
+async def _score(args: Args, state: Any, result: Sample | list[Any], evaluation: bool) -> None:
     """Set the rewards that ``result`` lacks: of one sample, of the list it became, or with ``group_rm`` of a group.
 
     Rewards of training samples may be left pending when the rollout ends: the next one that gets the samples waits.
@@ -330,7 +331,7 @@ async def _score(args: Any, state: Any, result: Sample | list[Any], evaluation: 
             await notes.pending_rewards.wait_for(reward, unscored)
 
 
-async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
+async def abort(args: Args, rollout_id: int) -> list[list[Sample]]:
     """Stop everything in flight and return it: to be continued later with ``partial_rollout``, else as it was drawn."""
     args = with_defaults(args)
     names = list(getattr(args, "sglang_model_routers", None) or {}) or ["default"]
@@ -338,7 +339,7 @@ async def abort(args: Any, rollout_id: int) -> list[list[Sample]]:
     return await stop_in_flight(args, rollout_id, GenerateState(args), routers)
 
 
-async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
+async def eval_rollout(args: Args, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[list[Sample]]]:
     """Evaluate all data sets of ``args.eval_datasets`` concurrently; the second item is always empty."""
     args = with_defaults(args)
     assert not args.group_rm, "--group-rm is not supported by the built-in evaluation; use --eval-function-path"
@@ -351,7 +352,7 @@ async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput,
     return RolloutFnEvalOutput(data=data, metrics=state.eval_reward_errors.metrics("eval/")), []
 
 
-async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
+async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
     """Return ``{name: {"rewards", "truncated", "samples"}}`` of one data set, in prompt order."""
     args = with_defaults(args)
     return await eval_single_dataset(args, rollout_id, dataset_cfg, GenerateState(args), generate_and_rm)
@@ -360,7 +361,7 @@ async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: A
 _NAME = "custom_generate_function_path"
 
 
-def generate_hook(args: Any, sample: Sample, load: Callable[[str], Any]) -> Hook | None:
+def generate_hook(args: Args, sample: Sample, load: Callable[[str], Any]) -> Hook | None:
     """Return the generate function of ``sample``: its own, else that of the run; None for the built-in one."""
     if sample.generate_function_path:
         return make_hook(sample.generate_function_path, _NAME, "generate_function_path of the sample", load)
@@ -369,7 +370,7 @@ def generate_hook(args: Any, sample: Sample, load: Callable[[str], Any]) -> Hook
 
 
 async def call_generate(
-    fn: Hook | Callable[..., Any], args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    fn: Hook | Callable[..., Any], args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> Sample | list[Any]:
     """Return what ``fn(args, sample, sampling_params[, evaluation=...])`` makes of ``sample``: one, or a nested list.
 

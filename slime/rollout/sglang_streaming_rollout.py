@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
 from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
@@ -51,7 +52,7 @@ _GROWS = (
 
 
 async def generate_streaming(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
 ) -> Sample:
     """Do what ``slime.rollout.sglang_rollout.generate`` does, with ``"stream": true``; return the same sample.
 
@@ -70,7 +71,7 @@ async def generate_streaming(
 generate_streaming.resumable = True  # type: ignore[attr-defined]
 
 
-async def _stream(args: Any, sample: Sample, payload: dict[str, Any]) -> None:
+async def _stream(args: Args, sample: Sample, payload: dict[str, Any]) -> None:
     answer = _GrowingAnswer(args, sample, getattr(sglang_rollout.GenerateState(args), "tokenizer", None))
     limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
     with trace_span(sample, "sglang_generate_stream", limit) as span:
@@ -88,7 +89,7 @@ async def _stream(args: Any, sample: Sample, payload: dict[str, Any]) -> None:
         span.update(**build_sglang_meta_trace_attrs(answer.meta_info))
 
 
-async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _GrowingAnswer) -> None:
+async def _read(args: Args, sample: Sample, payload: dict[str, Any], answer: _GrowingAnswer) -> None:
     """Read the answer; ask again, after a pause that grows, while the engine has no room for the request.
 
     Of an answer that cannot be trained on nothing is kept: it counts as lost.
@@ -123,7 +124,7 @@ async def _read(args: Any, sample: Sample, payload: dict[str, Any], answer: _Gro
 class _GrowingAnswer:
     """One streamed reply: every event repeats all of it, so the sample is rebuilt from its state before the request."""
 
-    def __init__(self, args: Any, sample: Sample, tokenizer: Any = None) -> None:
+    def __init__(self, args: Args, sample: Sample, tokenizer: Any = None) -> None:
         self.args, self.tokenizer = args, tokenizer
         self.sample = sample
         self.finished = self.turned_away = False

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import Any, NoReturn
 
+from slime.arguments.args import Args
 from slime.utils.moved import also_named
 
 __all__ = ["sleep"]
@@ -16,7 +17,7 @@ LOG_INTERVAL_S = 3600.0
 
 
 @also_named(data_buffer="data_source")
-def sleep(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
     """Never return; say so every hour."""
     began = time.monotonic()
     while True:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-from argparse import Namespace
 
+from slime.arguments.args import Args
 from slime.utils.run_state import record
 
 
@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def ensure_api_key(args: Namespace, host: str | None = None) -> str:
+def ensure_api_key(args: Args, host: str | None = None) -> str:
     """Return the run's API key, which is made here unless the user has given one (``--sglang-api-key``).
 
     It is kept in ``args.sglang_api_key``, from where engines, routers and clients take it, and so is the second one,
@@ -29,11 +29,10 @@ def ensure_api_key(args: Namespace, host: str | None = None) -> str:
     servers there. ``host`` is not looked at.
     """
     # Hexadecimal: SGLang reads its keys as words of a command line, where one that begins with a dash is a flag.
-    if args.sglang_api_key is None:
-        record(args, sglang_api_key=secrets.token_hex(32))
+    key = secrets.token_hex(32) if args.sglang_api_key is None else args.sglang_api_key
+    record(args, sglang_api_key=key)
     if args.sglang_admin_api_key is None:
         record(args, sglang_admin_api_key=secrets.token_hex(32))
-    key: str = args.sglang_api_key
     return key
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 from collections.abc import Mapping
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.servers.http_client import HttpClient, HttpRequestError, HttpTimeoutError, StreamLostError
 from slime.utils.declared import with_defaults
 from slime.utils.network import (
@@ -41,7 +42,7 @@ DEFAULT_CONCURRENCY = 256
 _http_client: HttpClient | None = None
 
 
-def get_rollout_num_engines(args: Any) -> int:
+def get_rollout_num_engines(args: Args) -> int:
     """Return the number of engines: ``rollout_num_engines`` if set, else as the GPUs allow; 0 without rollout GPUs."""
     args = with_defaults(args)
     if args.rollout_num_engines is not None:
@@ -51,7 +52,7 @@ def get_rollout_num_engines(args: Any) -> int:
     return max(1, args.rollout_num_gpus // args.rollout_num_gpus_per_engine)
 
 
-def init_http_client(args: Any) -> None:
+def init_http_client(args: Args) -> None:
     """Create the process's client, with as many connections to a server as requests may be in flight.
 
     Reads ``sglang_server_concurrency``, the engine counts, ``rollout_request_timeout`` (s) and the engines' API key.
@@ -100,7 +101,7 @@ async def get(url: str, *, timeout: float = 60.0) -> Any:
     return await get_http_client().get(url, timeout=timeout)
 
 
-def run_router(args: Any) -> None:
+def run_router(args: Args) -> None:
     """Serve a router in this process until it ends; the target of a router child process. ``args`` is a RouterArgs."""
     from sglang_router.launch_router import launch_router
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.lora.peft import iter_adapters, peft_config, target_names
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
@@ -26,7 +27,7 @@ class AdapterTransport:
     get the adapter when the engine is told its version (``engine_plugin``), which is after all engines have loaded it.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self._engines: list[tuple[EngineInfo, EngineClient]] = []
         self._fan_out: FanOut | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.export import described_weights
 from slime.backends.megatron_utils.weights.naming import model_family
@@ -61,7 +61,7 @@ class DeltaWriter:
         wire_bytes: bytes of its files of weights.
     """
 
-    args: Namespace
+    args: Args
     density: float = 1.0
     wire_bytes: int = 0
     _run: str = ""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import export_hf
 from slime.servers.types import EngineInfo
@@ -22,7 +22,7 @@ from slime.weights import versions
 
 
 def publish(
-    args: Namespace,
+    args: Args,
     source: WeightSource,
     version: int,
     engines: Sequence[EngineInfo],
@@ -62,7 +62,7 @@ def _on_first_rank(action: object, *arguments: object) -> None:
         action(*arguments)  # type: ignore[operator]
 
 
-def _clear(args: Namespace, needed: Sequence[Path]) -> None:
+def _clear(args: Args, needed: Sequence[Path]) -> None:
     root = Path(args.update_weight_disk_dir)
     root.mkdir(parents=True, exist_ok=True)
     if not args.update_weight_disk_keep_files:
@@ -82,7 +82,7 @@ def _write_checksums(directory: Path) -> None:
     attempt(partial(_on_first_rank, versions.write_checksums, directory, everything))
 
 
-def _call_hook(args: Namespace, directory: Path, engines: Sequence[EngineInfo]) -> None:
+def _call_hook(args: Args, directory: Path, engines: Sequence[EngineInfo]) -> None:
     flag, path = "--custom-update-weight-post-write-path", args.custom_update_weight_post_write_path
     try:
         load_function(path, flag)(args, str(directory), list(engines))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo, weight_group
@@ -23,7 +23,7 @@ from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
 class DistributedTransport:
     """Each stage's source rank (data, context and tensor rank 0) broadcasts the stage's weights to all engines."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.layout = TrainerLayout.current()
         self._group: EngineGroup | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
@@ -70,7 +70,7 @@ class InPlaceTransport(DistributedTransport):
         density: bytes of the elements that changed in the last push, of all; 1 where all weights were sent.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args)
         self.density = 1.0
         self._run = ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights import describe_hf_weights
 from slime.servers.engine_client import EngineClient
@@ -52,7 +52,7 @@ class Target(NamedTuple):
 class P2PTransport:
     """Every trainer rank writes its share of the weights into every rank of every engine."""
 
-    def __init__(self, args: Namespace, trainer: WeightSource) -> None:
+    def __init__(self, args: Args, trainer: WeightSource) -> None:
         self.args = args
         self.trainer = trainer
         self.layout = TrainerLayout.current()

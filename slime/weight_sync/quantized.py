@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from argparse import Namespace
 from collections.abc import Iterator
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.weights import iter_hf_weights
 from slime.weight_sync.transport import WeightSource
 from slime.weights.quantization import Int4, Quantizer
@@ -21,7 +21,7 @@ _of_checkpoint = functools.cache(Quantizer.of_checkpoint)
 """Read once: where a push could not read the files any more, its other ranks would wait for this one."""
 
 
-def quantizer_of(args: Namespace) -> Quantizer | None:
+def quantizer_of(args: Args) -> Quantizer | None:
     """Return what quantizes the weights for engines of ``--hf-checkpoint``; None where it is not quantized.
 
     Raises ValueError where engines rearrange FP8 weights after loading, so that pushed ones would not fit.

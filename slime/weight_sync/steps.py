@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from slime.arguments.args import Args
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 from slime.weight_sync.fanout import FanOut, WeightSyncError
@@ -73,7 +73,7 @@ def resume(control: FanOut, timeout: float) -> None:
     control.call("continue", lambda c: c.resume(), timeout)
 
 
-def load_files(args: Namespace, members: Sequence[Member], directory: str, version: int, *, pause_mode: str) -> None:
+def load_files(args: Args, members: Sequence[Member], directory: str, version: int, *, pause_mode: str) -> None:
     """Let every engine load the checkpoint in ``directory`` and report ``version``.
 
     With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.

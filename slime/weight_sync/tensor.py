@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.servers.drafts import separate_draft
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
@@ -34,7 +34,7 @@ from slime.weight_sync.transport import TrainerLayout, WeightSource
 class TensorTransport:
     """Trainer rank ``r`` serves slot ``r``; the first rank of each engine's slots makes the request."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.layout = TrainerLayout.current()
         self._client: EngineClient | None = None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from slime.arguments.args import Args
 from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
 
@@ -16,7 +17,7 @@ class WeightSource(Protocol):
     """The part of a trainer that the transports read."""
 
     model: list[Any]
-    args: Any
+    args: Args
 
 
 class Transport(Protocol):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 
-def get_glm_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+
+def get_glm_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage.
 
     Attention and MLP are Megatron's; ``--post-self-attn-layernorm`` and ``--post-mlp-layernorm`` put norms on their

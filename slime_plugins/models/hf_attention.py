@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from slime.arguments.args import Args
 
 
 class HuggingfaceAttention(torch.nn.Module, ABC):
@@ -23,7 +24,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
     """
 
     def __init__(
-        self, args: Namespace, config: Any, layer_number: int, cp_comm_type: str = "p2p", pg_collection: Any = None
+        self, args: Args, config: Any, layer_number: int, cp_comm_type: str = "p2p", pg_collection: Any = None
     ) -> None:
         super().__init__()
         from transformers import AutoConfig

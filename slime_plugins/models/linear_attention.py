@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime_plugins.models.hf_attention import HuggingfaceAttention
 
 
@@ -18,7 +18,7 @@ class LinearAttention(HuggingfaceAttention):
     Its recurrence runs along each sequence of the pack on its own: no state passes from one sample to the next.
     """
 
-    def __init__(self, args: Namespace, config: Any, layer_number: int, *, delta_net: type, **kwargs: Any) -> None:
+    def __init__(self, args: Args, config: Any, layer_number: int, *, delta_net: type, **kwargs: Any) -> None:
         super().__init__(args, config, layer_number, **kwargs)
         self.linear_attn = delta_net(self.hf_config, self.hf_layer_idx).to(config.params_dtype)
 
@@ -30,7 +30,7 @@ class LinearAttention(HuggingfaceAttention):
         return torch.cat([self.linear_attn(sequence) for sequence in sequences if sequence.size(1)], dim=1)
 
 
-def hybrid_block_spec(args: Namespace, config: Any, vp_stage: int | None, delta_net: type) -> Any:
+def hybrid_block_spec(args: Args, config: Any, vp_stage: int | None, delta_net: type) -> Any:
     """Return the block spec of this pipeline stage: linear attention where the checkpoint's ``layer_types`` say so.
 
     Raises ValueError when the checkpoint has another number of layers than the flags.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from slime.arguments.args import Args
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -45,7 +46,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         return normed.to(x.dtype) * weight
 
 
-def get_minimax_m2_layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+def get_minimax_m2_layer_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: norms on queries and keys span all heads."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 

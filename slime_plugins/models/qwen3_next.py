@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 
-def get_qwen3_next_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+
+def get_qwen3_next_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: gated delta nets and gated attention, experts in every layer."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
 from slime.rollout.sft_rollout import mask_generator
 from slime.servers.http_client import HttpClient, HttpRequestError
@@ -58,7 +59,7 @@ _started: dict[str, Progress] = {}
 
 
 @also_named(data_buffer="data_source")
-def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
     """Return ``rollout_batch_size`` groups from the buffer at ``--rollout-buffer-url``.
 
     The first call starts the generator of ``--rollout-task-type``. Groups beyond those asked for wait in the data
@@ -79,11 +80,10 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
             f"{type(data_source).__name__} keeps no groups for later rollouts; leave out --data-source-path, or use "
             "slime.rollout.data_source.RolloutDataSourceWithBuffer"
         )
-    return run(_generate_rollout(args, rollout_id, data_source))
+    return run(_generate_rollout(args, rollout_id, data_source, args.rollout_buffer_url.rstrip("/")))
 
 
-async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> RolloutFnTrainOutput:
-    url = args.rollout_buffer_url.rstrip("/")
+async def _generate_rollout(args: Args, rollout_id: int, data_source: Any, url: str) -> RolloutFnTrainOutput:
     client = HttpClient(4, args.rollout_request_timeout, key_for(url))
     client.trust(url)
     wanted = args.rollout_batch_size
@@ -127,7 +127,7 @@ async def _generate_rollout(args: Any, rollout_id: int, data_source: Any) -> Rol
     return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
-async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> None:
+async def _start(args: Args, client: HttpClient, url: str, data_source: Any) -> None:
     fetched = data_source.get_metadata().get("rollout_buffer_fetched", {})
     progress = _started.get(url, Progress())
     payload = {
@@ -159,14 +159,14 @@ async def _start(args: Any, client: HttpClient, url: str, data_source: Any) -> N
     _started[url] = progress
 
 
-def _epochs(args: Any, data_source: Any) -> int:
+def _epochs(args: Args, data_source: Any) -> int:
     """How often the generator goes through the prompts: as often as the run needs them."""
     if args.num_rollout is None or not len(data_source):
         return args.num_epoch or 1
     return math.ceil(args.num_rollout * args.rollout_batch_size / len(data_source))
 
 
-async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+async def _fetch(args: Args, client: HttpClient, url: str, empty: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the trajectories of the groups that are ready; the request itself waits for the first of them."""
     tries = args.fetch_trajectory_retry_times
     if tries >= 0 and empty > tries:
@@ -189,7 +189,7 @@ async def _fetch(args: Any, client: HttpClient, url: str, empty: int) -> tuple[l
 
 
 async def _check_generator(
-    args: Any, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
+    args: Args, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
 ) -> None:
     """Raise when nothing more is going to come. A generator that got to its end begins another epoch."""
     generator = meta_info.get("generator") or {"state": "running"}
@@ -225,7 +225,7 @@ class _Fetched:
     bad: list[str] = field(default_factory=list)
 
 
-def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> _Fetched:
+def _groups(args: Args, items: Iterable[dict[str, Any]], data_source: Any) -> _Fetched:
     """Gather the trajectories of one item into groups of ``n_samples_per_prompt``. What is wrong costs its group."""
     size = args.n_samples_per_prompt
     by_instance: dict[str, list[dict[str, Any]]] = {}
@@ -245,7 +245,7 @@ def _groups(args: Any, items: Iterable[dict[str, Any]], data_source: Any) -> _Fe
     return found
 
 
-def _group(args: Any, items: list[dict[str, Any]], masks: MultiTurnLossMaskGenerator, group_index: int) -> Group:
+def _group(args: Args, items: list[dict[str, Any]], masks: MultiTurnLossMaskGenerator, group_index: int) -> Group:
     """Return the samples of one group. Raises ValueError, or what its messages make the tokenizer raise."""
     size = args.n_samples_per_prompt
     if len(items) != size:
@@ -263,7 +263,7 @@ def _group(args: Any, items: list[dict[str, Any]], masks: MultiTurnLossMaskGener
     return [_trajectory(item, masks, group_index, group_index * size + place) for place, item in enumerate(items)]
 
 
-def _needs_log_probs(args: Any) -> bool:
+def _needs_log_probs(args: Args) -> bool:
     return bool(args.use_tis or args.use_rollout_logprobs or args.get_mismatch_metrics)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from functools import cache
 from typing import Any
 
 from pydantic import Field
 
+from slime.arguments.args import Args
 from slime.arguments.files.schema import Count, FileModel, Number, check_unique, validate
 from slime.arguments.files.yaml_source import KeyPath
 from slime.arguments.files.yaml_source import read as read_yaml
@@ -76,7 +76,7 @@ def read(path: str) -> dict[str, EnvironmentEntry]:
     return {entry.name: entry for entry in entries}
 
 
-def environments_of(args: Namespace) -> dict[str, EnvironmentEntry]:
+def environments_of(args: Args) -> dict[str, EnvironmentEntry]:
     """The environments of a run by name; none without ``--environment-config`` and ``--environment-path``."""
     if args.environment_config is not None:
         return read(args.environment_config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from argparse import Namespace
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from pydantic import AliasChoices, Field, field_validator
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.flag_values import FlagNames, read_flags
@@ -79,7 +79,7 @@ def read_roles(
     return dict(zip(roles, overrides, strict=True))
 
 
-def overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]:
+def overrides_of(args: Args, path: str | None, role: str) -> dict[str, Any]:
     """Attribute -> value for ``role``, of ``--critic-overrides`` and of the YAML file ``path``, which wins."""
     of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
     # plugins bring namespaces of their own
@@ -87,7 +87,7 @@ def overrides_of(args: Namespace, path: str | None, role: str) -> dict[str, Any]
     return {**of_flag, **of_file}
 
 
-def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) -> Namespace:
+def parse_megatron_role_args(base_args: Args, path: str | None, role: str) -> Args:
     """A copy of ``base_args`` with the overrides that the YAML file ``path`` has for ``role``.
 
     A role without an entry inherits everything. The critic always gets ``CRITIC_VALUES``, and its parameters keep a CPU
@@ -114,7 +114,7 @@ def parse_megatron_role_args(base_args: Namespace, path: str | None, role: str) 
     return args
 
 
-def _derive_again(args: Namespace, overrides: dict[str, Any]) -> None:
+def _derive_again(args: Args, overrides: dict[str, Any]) -> None:
     """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
     given = {*overrides, *getattr(args, "explicit_flags", ())}
     if "weight_decay" in overrides:

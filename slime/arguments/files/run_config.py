@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from argparse import Action, Namespace
+from argparse import Action
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
 from slime.arguments.diagnostics import FINDINGS
 from slime.arguments.errors import ArgumentError
@@ -104,7 +105,7 @@ def _own_value(document: Document, place: KeyPath, action: Action) -> Any:
     return value
 
 
-def snapshot(args: Namespace) -> dict[str, Any]:
+def snapshot(args: Args) -> dict[str, Any]:
     """The attributes as they are now; taken before the rules change them."""
     return {
         name: deepcopy(value) if isinstance(value, list | dict) else value
@@ -113,14 +114,14 @@ def snapshot(args: Namespace) -> dict[str, Any]:
     }
 
 
-def replaced(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
+def replaced(args: Args, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that were given and are others now, by attribute; ``before`` is the ``snapshot``."""
     return {
         name: before[name] for name in sorted(args.explicit_flags) if not _same(before[name], getattr(args, name, None))
     }
 
 
-def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
+def write(args: Args, before: Mapping[str, Any], path: str) -> None:
     """Write a file to ``path`` from which ``--config`` starts the same run; an existing one is replaced.
 
     ``before`` is the ``snapshot`` of ``args`` from before the rules. Secrets are left out. Raises ``ArgumentError``
@@ -154,7 +155,7 @@ def write(args: Namespace, before: Mapping[str, Any], path: str) -> None:
         raise ArgumentError(f"--dump-config {error.strerror}") from error
 
 
-def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
+def derived(args: Args, before: Mapping[str, Any]) -> dict[str, Any]:
     """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
     skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", "replaced_values", "role_values", *megatron.aliases().values()}
     changed = [
@@ -165,7 +166,7 @@ def derived(args: Namespace, before: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plain(name, getattr(args, name)) for name in changed if not is_secret(name)}
 
 
-def differences(args: Namespace, before: Mapping[str, Any], config: RunConfig) -> list[str]:
+def differences(args: Args, before: Mapping[str, Any], config: RunConfig) -> list[str]:
     """What the rules derive now and did not derive when the file was written: a checkpoint appeared, for example."""
     if not config.derived:
         return []

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import difflib
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.flag_values import of_older_flag, typed
 from slime.arguments.files.schema import Count, FileModel, check_unique, validate
@@ -86,7 +86,7 @@ class ModelConfig(FileModel):
     def _has(self, *kinds: str) -> bool:
         return any(group.worker_type in kinds for group in self.server_groups)
 
-    def resolve(self, args: Namespace) -> ModelConfig:
+    def resolve(self, args: Args) -> ModelConfig:
         """Fill in what the file leaves to the flags, in place, and return the model.
 
         Every group gets ``num_gpus_per_engine`` and ``overrides["model_path"]``. Raises ``ArgumentError`` when groups
@@ -114,7 +114,7 @@ class ModelConfig(FileModel):
         self._check_kinds(args)
         return self
 
-    def _one_path(self, args: Namespace) -> str:
+    def _one_path(self, args: Args) -> str:
         own = self.model_path or args.hf_checkpoint
         paths = sorted({str(group.overrides.get("model_path", own)) for group in self.server_groups} or {str(own)})
         if not all(_is_same(path, paths[0]) for path in paths):
@@ -124,7 +124,7 @@ class ModelConfig(FileModel):
             )
         return paths[0]
 
-    def _check_kinds(self, args: Namespace) -> None:
+    def _check_kinds(self, args: Args) -> None:
         kinds = {group.worker_type for group in self.server_groups}
         for one, other in (("prefill", "decode"), ("decode", "prefill")):
             if one in kinds and other not in kinds:
@@ -155,10 +155,10 @@ class SglangConfig(FileModel):
         return read(path)[0]
 
     @classmethod
-    def from_prefill_num_servers(cls, args: Namespace) -> SglangConfig:
+    def from_prefill_num_servers(cls, args: Args) -> SglangConfig:
         """``--prefill-num-servers N``: N prefill engines, and decode engines on the other slots."""
         size = args.rollout_num_gpus_per_engine
-        prefill = args.prefill_num_servers * size
+        prefill = (args.prefill_num_servers or 0) * size
         decode = (args.rollout_num_gpus or 0) - prefill
         if decode <= 0:
             raise ArgumentError(
@@ -204,7 +204,7 @@ def read(path: str) -> tuple[SglangConfig, list[str]]:
     return SglangConfig(models=models), warnings
 
 
-def deployment(args: Namespace) -> SglangConfig:
+def deployment(args: Args) -> SglangConfig:
     """The models and engines that a run with ``args`` starts, with every value filled in.
 
     ``--sglang-config``, else ``--prefill-num-servers``, else one model ``default`` with regular engines on all slots;
@@ -229,7 +229,7 @@ def deployment(args: Namespace) -> SglangConfig:
     return config
 
 
-def _chosen(args: Namespace) -> SglangConfig:
+def _chosen(args: Args) -> SglangConfig:
     if args.sglang_config is not None:
         config, warnings = read(args.sglang_config)
         for warning in warnings:

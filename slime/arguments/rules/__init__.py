@@ -6,9 +6,8 @@ way out. What concerns a single flag is declared beside the flag.
 
 from __future__ import annotations
 
-import argparse
-
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules import (
     algorithm,
@@ -95,7 +94,7 @@ RULES = (
 )
 
 
-def apply_rules(args: argparse.Namespace) -> None:
+def apply_rules(args: Args) -> None:
     """Apply every rule to ``args`` in place. Raises ``ArgumentError``; what is missing is said all at once."""
     if not hasattr(args, "explicit_flags"):  # a namespace of a tool's own parser, see get_slime_extra_args_provider
         args.explicit_flags = frozenset()

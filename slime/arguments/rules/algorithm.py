@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
@@ -17,7 +17,7 @@ from slime.arguments.rules.roles import ACTOR, role_args
 from slime.arguments.rules.rollout import DISTILLATION
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse combinations that contradict each other or lack a part."""
     if args.kl_coef != 0 and args.kl_loss_coef != 0:
         raise ArgumentError(
@@ -54,7 +54,7 @@ def check(args: Namespace) -> None:
             )
 
 
-def _check_loss(args: Namespace) -> None:
+def _check_loss(args: Args) -> None:
     if args.loss_type == "custom_loss" and args.custom_loss_function_path is None:
         raise ArgumentError("--loss-type custom_loss needs --custom-loss-function-path, your loss")
     if args.loss_type != "custom_loss" and args.custom_loss_function_path is not None:
@@ -79,7 +79,7 @@ def _check_loss(args: Namespace) -> None:
         )
 
 
-def _check_corrections(args: Namespace) -> None:
+def _check_corrections(args: Args) -> None:
     if args.use_rollout_logprobs and args.use_tis:
         raise ArgumentError(
             "--use-rollout-logprobs and --use-tis exclude each other: TIS corrects for the difference that "
@@ -91,7 +91,7 @@ def _check_corrections(args: Namespace) -> None:
         raise ArgumentError(f"--tis-clip-low {args.tis_clip_low} is above --tis-clip {args.tis_clip}; lower it")
 
 
-def _check_reducer(args: Namespace) -> None:
+def _check_reducer(args: Args) -> None:
     if args.pg_loss_reducer == "rollout_mean":
         if args.pg_loss_length is not None:
             raise ArgumentError(
@@ -122,7 +122,7 @@ def _check_reducer(args: Namespace) -> None:
         )
 
 
-def check_advantages(args: Namespace) -> None:
+def check_advantages(args: Args) -> None:
     """The policy loss has what it needs. After the rules that know better why advantages must not be left out."""
     args = role_args(args, ACTOR)
     if args.compute_advantages_and_returns or args.loss_type != "policy_loss" or args.debug_rollout_only:
@@ -140,7 +140,7 @@ def check_advantages(args: Namespace) -> None:
     )
 
 
-def derive(args: Namespace) -> None:
+def derive(args: Args) -> None:
     """Upper clip, the critic, and the standard deviation of groups of one."""
     if args.eps_clip_high is None:
         args.eps_clip_high = args.eps_clip
@@ -165,7 +165,7 @@ def derive(args: Namespace) -> None:
         )
 
 
-def _warn_of_groups_of_one(args: Namespace) -> None:
+def _warn_of_groups_of_one(args: Args) -> None:
     """The mean of a group of one is its reward, so that nothing is left of it."""
     trains = args.loss_type == "policy_loss" and args.compute_advantages_and_returns and not args.debug_rollout_only
     custom = args.custom_reward_post_process_path or args.custom_advantage_function_path
@@ -181,7 +181,7 @@ def _warn_of_groups_of_one(args: Namespace) -> None:
         )
 
 
-def check_distillation(args: Namespace) -> None:
+def check_distillation(args: Args) -> None:
     """A teacher needs a place to run."""
     if args.use_opd:
         _check_teacher(args)
@@ -191,7 +191,7 @@ def check_distillation(args: Namespace) -> None:
         )
 
 
-def _check_teacher(args: Namespace) -> None:
+def _check_teacher(args: Args) -> None:
     if args.opd_type is None:
         raise ArgumentError(
             "--use-opd needs --opd-type: sglang (a teacher behind --rm-url) or megatron (--opd-teacher-load)"
@@ -208,7 +208,7 @@ def _check_teacher(args: Namespace) -> None:
         _check_checkpoint(args)
 
 
-def _check_server(args: Namespace) -> None:
+def _check_server(args: Args) -> None:
     if args.opd_teacher_load is not None:
         raise ArgumentError(
             f"--opd-teacher-load {args.opd_teacher_load} is for --opd-type megatron; with --opd-type sglang the "
@@ -224,7 +224,7 @@ def _check_server(args: Namespace) -> None:
         )
 
 
-def _check_checkpoint(args: Namespace) -> None:
+def _check_checkpoint(args: Args) -> None:
     load = args.opd_teacher_load
     if load is None:
         raise ArgumentError("--opd-type megatron needs --opd-teacher-load, the teacher's checkpoint")
@@ -245,9 +245,9 @@ def _check_checkpoint(args: Namespace) -> None:
         )
 
 
-def check_teacher_architecture(args: Namespace) -> None:
+def check_teacher_architecture(args: Args) -> None:
     """A teacher in the trainer takes turns with the student in one model: the model flags must describe it too."""
-    if not needs_teacher(args):
+    if args.opd_teacher_load is None or not needs_teacher(args):
         return
     if not (Path(args.opd_teacher_load) / "config.json").is_file():
         return  # a Megatron checkpoint: its shapes are compared when it is loaded

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.utils import checkpoint_tracker
@@ -26,7 +26,7 @@ def is_hf_checkpoint(path: str | None) -> bool:
     return path is not None and (Path(path) / "config.json").is_file()
 
 
-def fall_back_to_hf_checkpoint(args: Namespace) -> None:
+def fall_back_to_hf_checkpoint(args: Args) -> None:
     """``--ref-load`` is ``--hf-checkpoint`` unless given; a reference that is needed must exist."""
     if args.ref_load is None:
         args.ref_load = args.hf_checkpoint
@@ -43,7 +43,7 @@ def fall_back_to_hf_checkpoint(args: Namespace) -> None:
         diagnostics.warn(args, f"--ref-load {args.ref_load} has neither {TRACKER} nor config.json")
 
 
-def trains_policy(args: Namespace) -> bool:
+def trains_policy(args: Args) -> bool:
     """Whether the policy is trained: not in a run that generates or evaluates alone, or trains a critic alone."""
     if args.debug_rollout_only or args.num_rollout == 0:
         return False
@@ -51,17 +51,17 @@ def trains_policy(args: Namespace) -> bool:
     return not (estimator_of(args).needs_critic and critic_alone)
 
 
-def needs_reference(args: Namespace) -> bool:
+def needs_reference(args: Args) -> bool:
     """Whether trainers load a reference model."""
     return bool(args.kl_coef != 0 or args.use_kl_loss) and trains_policy(args)
 
 
-def needs_teacher(args: Namespace) -> bool:
+def needs_teacher(args: Args) -> bool:
     """Whether trainers load the weights of a teacher; one that answers from a server is none of theirs."""
     return bool(args.use_opd) and args.opd_type == "megatron" and trains_policy(args)
 
 
-def resolve_load(args: Namespace) -> None:
+def resolve_load(args: Args) -> None:
     """Continue a Megatron checkpoint when ``--load`` is one; otherwise start from weights alone, at rollout 0.
 
     ``args.continues_own_checkpoints`` says whether the run, when restarted, resumes from its own ``--save``.
@@ -88,7 +88,7 @@ def _same_directory(one: str | None, other: str | None) -> bool:
     return one is not None and other is not None and Path(one).absolute() == Path(other).absolute()
 
 
-def _start_from_reference(args: Namespace) -> None:
+def _start_from_reference(args: Args) -> None:
     if args.load not in (None, args.ref_load) and not args.debug_rollout_only:
         _refuse_nothing_to_load(args)
     if not Path(args.ref_load).is_dir() and not args.debug_rollout_only and not needs_reference(args):
@@ -100,7 +100,7 @@ def _start_from_reference(args: Namespace) -> None:
         args.ckpt_step = args.ref_ckpt_step
 
 
-def _refuse_nothing_to_load(args: Namespace) -> None:
+def _refuse_nothing_to_load(args: Args) -> None:
     """Only the directory of ``--save`` may be empty: the first start of a run that is to be resumed finds it so."""
     if _same_directory(args.load, args.save):
         return
@@ -112,7 +112,7 @@ def _refuse_nothing_to_load(args: Namespace) -> None:
     )
 
 
-def first_weights(args: Namespace) -> str:
+def first_weights(args: Args) -> str:
     """Return where the first weights of a run come from, and whether it resumes or starts anew."""
     if is_megatron_checkpoint(args.load) and not args.finetune:
         step = args.ckpt_step if args.ckpt_step is not None else _last_step(args.load)
@@ -130,7 +130,7 @@ def _last_step(directory: str) -> int | None:
         return None
 
 
-def _check_resume(args: Namespace) -> None:
+def _check_resume(args: Args) -> None:
     if args.ckpt_step is not None and not (Path(args.load) / f"iter_{args.ckpt_step:07d}").is_dir():
         raise ArgumentError(f"--ckpt-step {args.ckpt_step}: --load {args.load} has no iter_{args.ckpt_step:07d}")
     if args.ckpt_step is None:
@@ -143,21 +143,21 @@ def _check_resume(args: Namespace) -> None:
         )
 
 
-def _check_tracker(args: Namespace, check: Callable[[str], object]) -> None:
+def _check_tracker(args: Args, check: Callable[[str], object]) -> None:
     try:
         check(args.load)
     except DamagedFile as e:
         raise ArgumentError(f"--load {args.load}: {e}") from None
 
 
-def _no_steps(args: Namespace, what: str, path: str) -> None:
+def _no_steps(args: Args, what: str, path: str) -> None:
     message = f"{what} has no {TRACKER} and so no steps; leave it out"
     if Path(path).is_dir():
         raise ArgumentError(message)
     diagnostics.unavailable(args, message)
 
 
-def check_save(args: Namespace) -> None:
+def check_save(args: Args) -> None:
     """Intervals and exports need a directory to save to, and one that can be written."""
     if args.save_interval is not None and args.save is None:
         raise ArgumentError(f"--save-interval {args.save_interval} needs --save DIRECTORY")
@@ -173,10 +173,10 @@ def check_save(args: Namespace) -> None:
     else:
         _refuse_to_overwrite(args)
     if not args.dry_run:
-        _check_writable(args)
+        _check_writable(args, args.save)
 
 
-def check_format(args: Namespace) -> None:
+def check_format(args: Args) -> None:
     """Refuse what only ``torch_dist`` stores: it alone knows which part of a tensor a rank has."""
     form = args.ckpt_format
     if args.save is None or form == "torch_dist":
@@ -199,9 +199,9 @@ def check_format(args: Namespace) -> None:
             raise ArgumentError(f"--ckpt-format {form} {why}: leave out {option}, or --ckpt-format (torch_dist)")
 
 
-def _refuse_to_overwrite(args: Namespace) -> None:
+def _refuse_to_overwrite(args: Args) -> None:
     """Never overwrite checkpoints of another run: only the run that resumes them writes beside them."""
-    last = _last_step(args.save)
+    last = None if args.save is None else _last_step(args.save)
     if last is None or args.num_rollout == 0:
         return
     if not args.continues_own_checkpoints:
@@ -219,7 +219,7 @@ def _refuse_to_overwrite(args: Namespace) -> None:
         )
 
 
-def refuse_checkpoints_since(args: Namespace) -> None:
+def refuse_checkpoints_since(args: Args) -> None:
     """Refuse to start over checkpoints that another run has saved while this one started.
 
     ``--load`` was resolved when they were not there. Called when no other run can write any more.
@@ -234,15 +234,15 @@ def refuse_checkpoints_since(args: Namespace) -> None:
         )
 
 
-def _check_writable(args: Namespace) -> None:
+def _check_writable(args: Args, save: str) -> None:
     """Look at the nearest directory that is there. Other nodes may see it differently, so that several only warn."""
-    directory = Path(args.save)
+    directory = Path(save)
     existing = next((path for path in (directory, *directory.absolute().parents) if path.exists()), None)
     if existing is not None and not existing.is_dir():
-        raise ArgumentError(f"--save {args.save}: {existing} is a file, a directory is expected")
+        raise ArgumentError(f"--save {save}: {existing} is a file, a directory is expected")
     if existing is None or os.access(existing, os.W_OK | os.X_OK):
         return
-    message = f"--save {args.save}: {existing} cannot be written by this user; choose another directory"
+    message = f"--save {save}: {existing} cannot be written by this user; choose another directory"
     if args.actor_num_nodes == 1:
         raise ArgumentError(message)
     diagnostics.warn(args, message)

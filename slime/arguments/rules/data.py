@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from pathlib import Path
 
 from slime.algorithms.reward_types import REWARD_TYPES
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import FOR_PLUGINS, datasets_from_args, own_path
 from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
@@ -17,7 +17,7 @@ KINDS = (".jsonl", ".json", ".parquet")
 _SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>-?\d+)?:(?P<stop>-?\d+)?\]")
 
 
-def check_prompts(args: Namespace) -> None:
+def check_prompts(args: Args) -> None:
     """The built-in data sources need a file; other sources and replays may need none."""
     built_in = args.data_source_path.startswith(BUILT_IN_SOURCES)
     draws = args.rollout_global_dataset and args.load_debug_rollout_data is None and args.num_rollout != 0
@@ -32,7 +32,7 @@ def check_prompts(args: Namespace) -> None:
         check_file(args, f"--prompt-data {args.prompt_data}", args.prompt_data)
 
 
-def check_file(args: Namespace, given: str, text: str) -> None:
+def check_file(args: Args, given: str, text: str) -> None:
     """Refuse what is no file of a kind in ``KINDS`` or slice of one. ``given`` names the flag in messages."""
     path = Path(_path_of(given, text))
     if path.suffix not in KINDS:
@@ -62,7 +62,7 @@ def _path_of(given: str, text: str) -> str:
     return match["path"]
 
 
-def resolve_datasets(args: Namespace) -> None:
+def resolve_datasets(args: Args) -> None:
     """Set ``args.eval_datasets`` and rewrite ``args.eval_prompt_data`` to the flat name/path list, or None."""
     if args.eval_reward_key is None:
         args.eval_reward_key = args.reward_key
@@ -82,7 +82,7 @@ def resolve_datasets(args: Namespace) -> None:
         )
 
 
-def fall_back_to_rollout(args: Namespace) -> None:
+def fall_back_to_rollout(args: Args) -> None:
     """Function and context length of the rollout hold for evaluation unless it has its own."""
     if args.eval_function_path is None:
         args.eval_function_path = args.rollout_function_path
@@ -95,7 +95,7 @@ def fall_back_to_rollout(args: Namespace) -> None:
             _check_built_in(args)
 
 
-def _check_built_in(args: Namespace) -> None:
+def _check_built_in(args: Args) -> None:
     """The built-in evaluation reads files, scores single samples, and leaves some keys of the file to plug-ins."""
     if args.group_rm:
         raise ArgumentError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from argparse import Namespace
 from pathlib import Path
 
 from slime.algorithms.estimators import estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read
@@ -17,7 +17,7 @@ from slime.arguments.rules.data import BUILT_IN_SOURCES
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
 
 
-def expand_dumps(args: Namespace) -> None:
+def expand_dumps(args: Args) -> None:
     """``--dump-details DIR`` sets dump paths that are not given; both must differ; what concerns a replay needs one."""
     if args.dump_details is not None:
         for name in ("rollout_data", "train_data"):
@@ -41,7 +41,7 @@ def expand_dumps(args: Namespace) -> None:
         raise ArgumentError(f"--rollout-function-path {FORGE_ROLLOUT} reads dumps and needs --load-forge-rollout-data")
 
 
-def choose_loop(args: Namespace) -> None:
+def choose_loop(args: Args) -> None:
     """Dumps are trained on without engines; generation alone and training alone exclude each other."""
     if args.load_debug_rollout_data is not None and args.debug_rollout_only:
         raise ArgumentError(
@@ -67,7 +67,7 @@ def choose_loop(args: Namespace) -> None:
         )
 
 
-def check_replay(args: Namespace) -> None:
+def check_replay(args: Args) -> None:
     """The first dump must be there, and should not be the only one."""
     template = args.load_debug_rollout_data
     if template is None:
@@ -85,7 +85,7 @@ def check_replay(args: Namespace) -> None:
         )
 
 
-def check_templates(args: Namespace) -> None:
+def check_templates(args: Args) -> None:
     """Refuse templates that cannot be filled in, and those whose files would overwrite each other."""
     for flag in flags_where(lambda traits: traits.template):
         attribute, form = flag.dest, flag.traits.template
@@ -120,14 +120,14 @@ def check_templates(args: Namespace) -> None:
             )
 
 
-def _makes_one_step(args: Namespace) -> bool:
+def _makes_one_step(args: Args) -> bool:
     """True when every rollout makes one optimizer step."""
     if args.num_steps_per_rollout is not None:
         return bool(args.num_steps_per_rollout == 1)
     return bool(args.global_batch_size == args.rollout_batch_size * args.n_samples_per_prompt)
 
 
-def check_profiling(args: Namespace) -> None:
+def check_profiling(args: Args) -> None:
     """Refuse windows that hold nothing and records that never end."""
     start, end = args.profile_step_start, args.profile_step_end
     if args.use_pytorch_profiler and end <= start:
@@ -147,7 +147,7 @@ def check_profiling(args: Namespace) -> None:
         )
 
 
-def choose_serving(args: Namespace) -> None:
+def choose_serving(args: Args) -> None:
     """Set ``args.serve_only`` and, where it is true, what the command line may leave out.
 
     It is true for ``slime serve``, and ``--debug-rollout-only`` without prompts: engines for whoever asks, no rollouts.
@@ -165,14 +165,15 @@ def choose_serving(args: Namespace) -> None:
         config, _ = read(args.sglang_config)
         if args.rollout_num_gpus is None:
             args.rollout_num_gpus = config.total_num_gpus
-        if "hf_checkpoint" in diagnostics.missing_flags(args) and all(model.model_path for model in config.models):
+        paths = [model.model_path for model in config.models if model.model_path]
+        if "hf_checkpoint" in diagnostics.missing_flags(args) and len(paths) == len(config.models):
             del diagnostics.missing_flags(args)["hf_checkpoint"]
-            args.hf_checkpoint = config.models[0].model_path
+            args.hf_checkpoint = paths[0]
     elif args.rollout_num_gpus is None and not args.colocate and args.prefill_num_servers is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
 
 
-def _makes_no_rollouts(args: Namespace) -> bool:
+def _makes_no_rollouts(args: Args) -> bool:
     """Whether nothing says what would be generated, or how much of it."""
     says_what = args.prompt_data is not None or not args.rollout_global_dataset or args.eval_interval is not None
     says_how_much = args.num_rollout is not None or args.num_epoch is not None

@@ -6,15 +6,15 @@ What cannot be meant at all is refused elsewhere; these come from launch scripts
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_by_option, flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.traits import Needs
 
 
-def is_present(args: Namespace, needed: str | Needs) -> bool:
+def is_present(args: Args, needed: str | Needs) -> bool:
     """True when ``args`` have what a flag needs: ``--a``, ``--a value`` or several, with ``or`` between them."""
     if isinstance(needed, Needs):
         return is_present(args, needed.option) or bool(needed.or_else(args))
@@ -27,7 +27,7 @@ def is_present(args: Namespace, needed: str | Needs) -> bool:
     return False
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Warn of flags given without the one they belong to; refuse trackers that have no place to write to."""
     given: frozenset[str] = args.explicit_flags
     alone: dict[str, list[str]] = {}

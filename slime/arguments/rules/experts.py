@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse sizes that do not fit; routing replay of the engines implies that of the trainer."""
     if args.use_rollout_routing_replay:
         args.use_routing_replay = True
@@ -20,15 +20,15 @@ def check(args: Namespace) -> None:
     else:
         if args.num_experts < 1:
             raise ArgumentError(f"--num-experts {args.num_experts}: give at least 1, or leave it out for a dense model")
-        _check_parallel_sizes(args)
+        _check_parallel_sizes(args, args.num_experts)
         _choose_dispatcher(args)
-        _check_router(args)
+        _check_router(args, args.num_experts)
         _check_balancing(args)
         _check_layers(args)
     _check_groups(args)
 
 
-def _derive_expert_slots(args: Namespace) -> None:
+def _derive_expert_slots(args: Args) -> None:
     ep, etp, pp = args.expert_model_parallel_size, _tensor_size(args), args.pipeline_model_parallel_size
     if min(ep, etp) < 1:
         raise ArgumentError(f"--expert-model-parallel-size {ep}, --expert-tensor-parallel-size {etp}: at least 1 each")
@@ -43,13 +43,13 @@ def _derive_expert_slots(args: Namespace) -> None:
         )
 
 
-def _tensor_size(args: Namespace) -> int:
+def _tensor_size(args: Args) -> int:
     """Tensor-parallel size of experts: that of the rest of the model unless given."""
     given = args.expert_tensor_parallel_size
     return int(args.tensor_model_parallel_size if given is None else given)
 
 
-def _check_groups(args: Namespace) -> None:
+def _check_groups(args: Args) -> None:
     """Megatron makes groups for experts in every model, and two flags ask more of them than that the slots divide."""
     ep, etp, pp = args.expert_model_parallel_size, _tensor_size(args), args.pipeline_model_parallel_size
     tp, cp, instances = (
@@ -73,7 +73,7 @@ def _check_groups(args: Namespace) -> None:
             )
 
 
-def _check_dense(args: Namespace) -> None:
+def _check_dense(args: Args) -> None:
     if args.expert_model_parallel_size > 1:
         raise ArgumentError(
             f"--expert-model-parallel-size {args.expert_model_parallel_size} divides experts, of which the model has "
@@ -100,11 +100,11 @@ def _check_dense(args: Namespace) -> None:
         args.moe_router_load_balancing_type, args.moe_aux_loss_coeff = "none", 0.0
 
 
-def _check_parallel_sizes(args: Namespace) -> None:
+def _check_parallel_sizes(args: Args, experts: int) -> None:
     ep, tp = args.expert_model_parallel_size, args.tensor_model_parallel_size
-    if args.num_experts % ep != 0:
+    if experts % ep != 0:
         raise ArgumentError(
-            f"--num-experts {args.num_experts} cannot be divided among --expert-model-parallel-size {ep} ranks; use a "
+            f"--num-experts {experts} cannot be divided among --expert-model-parallel-size {ep} ranks; use a "
             "size that divides them"
         )
     if tp > 1 and not args.sequence_parallel and not args.debug_rollout_only:
@@ -113,7 +113,7 @@ def _check_parallel_sizes(args: Namespace) -> None:
         )
 
 
-def _choose_dispatcher(args: Namespace) -> None:
+def _choose_dispatcher(args: Args) -> None:
     """DeepEP carries tokens where it can; elsewhere alltoall does, which computes the same.
 
     A dry run keeps it: the trainers may have what this machine has not.
@@ -138,8 +138,8 @@ def _choose_dispatcher(args: Namespace) -> None:
     args.moe_token_dispatcher_type, args.moe_enable_deepep = "alltoall", False
 
 
-def _check_router(args: Namespace) -> None:
-    experts, topk = args.num_experts, args.moe_router_topk
+def _check_router(args: Args, experts: int) -> None:
+    topk = args.moe_router_topk
     if not 1 <= topk <= experts:
         raise ArgumentError(f"--moe-router-topk {topk} must lie between 1 and --num-experts {experts}")
     if (
@@ -172,7 +172,7 @@ def _check_router(args: Namespace) -> None:
         )
 
 
-def _check_balancing(args: Namespace) -> None:
+def _check_balancing(args: Args) -> None:
     if args.moe_router_enable_expert_bias and args.moe_router_score_function != "sigmoid":
         raise ArgumentError(
             "--moe-router-enable-expert-bias needs --moe-router-score-function sigmoid, not "
@@ -205,7 +205,7 @@ def _check_balancing(args: Namespace) -> None:
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-def _pairs(args: Namespace) -> tuple[list[str], list[float]]:
+def _pairs(args: Args) -> tuple[list[str], list[float]]:
     """Return the kinds of load balancing and their coefficients; 0 stands for 0 of every kind."""
     kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     kinds = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
@@ -233,7 +233,7 @@ def _check_coefficient(kind: str, coefficient: float) -> None:
         )
 
 
-def _check_layers(args: Namespace) -> None:
+def _check_layers(args: Args) -> None:
     frequency = args.moe_layer_freq
     if isinstance(frequency, list) and args.num_layers is not None and len(frequency) != args.num_layers:
         raise ArgumentError(
@@ -252,7 +252,7 @@ def _check_layers(args: Namespace) -> None:
         raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor; add it")
 
 
-def check_routing_replay(args: Namespace) -> None:
+def check_routing_replay(args: Args) -> None:
     """Refuse models and routers without a choice to repeat, and runs without the pass that records it."""
     if not args.use_routing_replay:
         return

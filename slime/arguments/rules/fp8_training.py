@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from fnmatch import fnmatchcase
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 
 DETAILS = ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16")
@@ -13,7 +13,7 @@ ROWS = {"blockwise": 128, "mxfp8": 32}
 """Recipe -> what the tokens of a product are a multiple of; 16 with the others."""
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse what TransformerEngine could not compute; that it is installed is seen where the trainers start."""
     args.fp8_param_gather = False  # without effect, as a warning has said
     if args.fp8 is None:

@@ -6,11 +6,11 @@ import json
 import math
 import re
 import shlex
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import models_of
@@ -61,7 +61,7 @@ def _what_is_there(path: Path) -> str:
     return ""
 
 
-def check_trained(args: Namespace) -> None:
+def check_trained(args: Args) -> None:
     """Refuse a model that no trainer can load, however many flags describe it.
 
     The family must have a weight map, and the checkpoint be that of a model that generates text. ``--model-name`` and a
@@ -94,7 +94,7 @@ def check_trained(args: Namespace) -> None:
     args.not_available.append(f"{name} has {problem}")
 
 
-def config_of(args: Namespace) -> tuple[dict[str, Any], str] | None:
+def config_of(args: Args) -> tuple[dict[str, Any], str] | None:
     """What ``--hf-checkpoint`` says of its model, and its name in messages; None when it is not there.
 
     Where a dry run finds no checkpoint it is the published model of that name. Raises ``ArgumentError``.
@@ -110,7 +110,7 @@ def family_is_unknown(config: dict[str, Any]) -> bool:
     return config.get("megatron") is None and family_of(config) is None
 
 
-def check_readable(args: Namespace) -> None:
+def check_readable(args: Args) -> None:
     """The checkpoint must be there; a dry run says what it compares with instead."""
     if "hf_checkpoint" in diagnostics.missing_flags(args):
         return  # what is missing is said already
@@ -122,12 +122,12 @@ def check_readable(args: Namespace) -> None:
         read_config(args.hf_checkpoint)  # by its name engines alone may fetch a model
 
 
-def _in_file_only(args: Namespace) -> bool:
+def _in_file_only(args: Args) -> bool:
     """Whether checkpoints are those of ``--sglang-config``, which are looked at as the engines'."""
     return args.serve_only and args.sglang_config is not None
 
 
-def check_consistency(args: Namespace) -> None:
+def check_consistency(args: Args) -> None:
     """Compare every field both sides have; all differences are reported at once."""
     if args.debug_rollout_only:
         return
@@ -146,7 +146,7 @@ def check_consistency(args: Namespace) -> None:
             diagnostics.warn(args, f"{name}: {note}")
 
 
-def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
+def differences(args: Args, config: dict[str, Any]) -> list[str]:
     """What the model flags say otherwise than ``config``, one phrase each."""
     return _differences(args, describe(config), config.get("model_type")) + mtp.differences(args, config)
 
@@ -174,7 +174,7 @@ def _is_there(hf_checkpoint: str) -> bool:
     return (Path(hf_checkpoint) / "config.json").exists()
 
 
-def _instead(args: Namespace) -> str:
+def _instead(args: Args) -> str:
     start = f"no checkpoint at {args.hf_checkpoint}"
     if args.debug_rollout_only:
         return f"{start}: nothing of it was looked at"
@@ -184,12 +184,12 @@ def _instead(args: Namespace) -> str:
     return f"{start}: the model flags were compared with the published {known.repository}"
 
 
-def is_own_model(args: Namespace, description: Description) -> bool:
+def is_own_model(args: Args, description: Description) -> bool:
     """Whether the user builds the model: then only what the config says is compared, not what its family implies."""
     return bool(args.custom_model_provider_path) or (args.spec is not None and args.spec not in description.specs)
 
 
-def _differences(args: Namespace, description: Description, family: str | None) -> list[str]:
+def _differences(args: Args, description: Description, family: str | None) -> list[str]:
     flags = flags_by_option()
     own = is_own_model(args, description)
     found = []
@@ -211,13 +211,13 @@ def _differences(args: Namespace, description: Description, family: str | None) 
     return found
 
 
-def _same_positions(args: Namespace, theta: float) -> bool:
+def _same_positions(args: Args, theta: float) -> bool:
     """Whether the base of the rotary embedding makes no difference: it is not used, or the same in fp32."""
     rotates = args.multi_latent_attention or args.position_embedding_type == "rope"
     return not rotates or math.isclose(float(args.rotary_base), float(theta), rel_tol=2**-24)
 
 
-def _seen(args: Namespace, option: str, dest: str) -> Any:
+def _seen(args: Args, option: str, dest: str) -> Any:
     """The value of ``option`` in the form in which a config says it."""
     if option == "--moe-layer-freq" and isinstance(args.moe_layer_freq, int):
         return moe_layer_pattern(args.moe_layer_freq, args.num_layers)
@@ -241,7 +241,7 @@ def _shown(value: Any) -> str:
     return pattern(value) if isinstance(value, list) else plain(value)
 
 
-def check_served_model(args: Namespace) -> None:
+def check_served_model(args: Args) -> None:
     """Compare engines with the configuration of the checkpoint that they serve."""
     if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
         return
@@ -262,7 +262,7 @@ def check_served_model(args: Namespace) -> None:
                     _check_engines_of(engine, asked_by_rollouts=number == 0)
 
 
-def _check_engines_of(args: Namespace, *, asked_by_rollouts: bool) -> None:
+def _check_engines_of(args: Args, *, asked_by_rollouts: bool) -> None:
     try:
         config = read_config(args.hf_checkpoint)
     except ArgumentError:  # reported where the checkpoint itself is checked
@@ -281,7 +281,7 @@ def _check_engines_of(args: Namespace, *, asked_by_rollouts: bool) -> None:
         _warn_of_long_sequences(args, config)
 
 
-def _check_heads(args: Namespace, config: dict[str, Any]) -> None:
+def _check_heads(args: Args, config: dict[str, Any]) -> None:
     """SGLang divides heads among the ranks of an attention group, and repeats key and value heads if they are fewer."""
     ranks = args.rollout_num_gpus_per_engine // (args.sglang_pp_size or 1)
     if args.sglang_enable_dp_attention:
@@ -299,7 +299,7 @@ def _check_heads(args: Namespace, config: dict[str, Any]) -> None:
         )
 
 
-def _warn_of_long_sequences(args: Namespace, config: dict[str, Any]) -> None:
+def _warn_of_long_sequences(args: Args, config: dict[str, Any]) -> None:
     longest = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or {}
     if not isinstance(longest, int) or "factor" in scaling or args.sglang_context_length:

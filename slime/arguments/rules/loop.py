@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.groups.rollout import FULLY_ASYNC_ROLLOUT
@@ -14,7 +13,7 @@ SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 ENVIRONMENT_GENERATE = "slime.rollout.environments.generate"
 
 
-def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
+def refuse_impossible_loop(args: Args, *, overlap: bool) -> None:
     """Raise ``ArgumentError`` for flags that ``train.py``, with ``overlap`` ``train_async.py``, cannot follow."""
     if not overlap:
         if args.update_weights_interval != 1:
@@ -64,7 +63,7 @@ def refuse_impossible_loop(args: Namespace, *, overlap: bool) -> None:
         )
 
 
-def _leaves_groups(args: Namespace) -> bool:
+def _leaves_groups(args: Args) -> bool:
     """Whether a rollout may leave groups for later ones."""
     return (
         args.partial_rollout
@@ -73,12 +72,12 @@ def _leaves_groups(args: Namespace) -> bool:
     )
 
 
-def generates_always(args: Namespace) -> bool:
+def generates_always(args: Args) -> bool:
     """Whether the rollout function generates between its calls too, and during weight syncs."""
     return bool(args.rollout_function_path == FULLY_ASYNC_ROLLOUT)
 
 
-def check_staleness(args: Namespace) -> None:
+def check_staleness(args: Args) -> None:
     """Refuse a ``--max-staleness`` that nothing enforces, or that no schedule can keep."""
     limit, interval = args.max_staleness, args.update_weights_interval
     if limit is None:

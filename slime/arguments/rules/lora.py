@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint
@@ -16,18 +16,18 @@ FAMILIES_OF_ENGINES = frozenset({"llama", "qwen2", "qwen3", "qwen3_moe"})
 _ATTENTION = 4
 
 
-def takes_adapters(args: Namespace) -> bool:
+def takes_adapters(args: Args) -> bool:
     """Whether the engines that are trained get adapters alone."""
     return bool(args.lora_rank) and args.lora_sync == "adapter" and not args.debug_rollout_only
 
 
-def adapted_modules(args: Namespace) -> list[str]:
+def adapted_modules(args: Args) -> list[str]:
     """Return the projections with adapters, for the engines."""
     wanted: list[str] = args.lora_target_modules
     return list(ADAPTED_BY_ENGINES) if wanted == ["all-linear"] else list(wanted)
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse what would change the base model, or take something else for it."""
     if not args.lora_rank:
         return
@@ -62,7 +62,7 @@ def check(args: Namespace) -> None:
         _check_engines(args)
 
 
-def _check_engines(args: Namespace) -> None:
+def _check_engines(args: Args) -> None:
     """What engines must be to be sent adapters alone: their weights are the base, from start to end."""
     sync, way_out = "--lora-sync adapter", "use --lora-sync merged"
     if Path(args.ref_load).absolute() != Path(args.hf_checkpoint).absolute():
@@ -88,7 +88,7 @@ def _check_engines(args: Namespace) -> None:
     _check_pushes(args, sync, way_out)
 
 
-def _check_pushes(args: Namespace, sync: str, way_out: str) -> None:
+def _check_pushes(args: Args, sync: str, way_out: str) -> None:
     for option, given, why in (
         ("--update-weight-transport disk", args.update_weight_transport == "disk", "adapters go within requests"),
         ("--update-weight-transport p2p", args.update_weight_transport == "p2p", "adapters go within requests"),
@@ -106,7 +106,7 @@ def _check_pushes(args: Namespace, sync: str, way_out: str) -> None:
         raise ArgumentError(f"{sync}: prefill and decode engines cannot be sent adapters alone; {way_out}")
 
 
-def _check_load(args: Namespace) -> None:
+def _check_load(args: Args) -> None:
     """After ``--load`` is resolved: it is ``--ref-load`` then, unless it is a checkpoint of its own."""
     if args.debug_rollout_only or is_megatron_checkpoint(args.load):
         return

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.megatron import aliases
 from slime.arguments.rules import experts, parallelism
@@ -12,7 +12,7 @@ from slime.arguments.rules.hf_config import suggested_flags
 from slime.models.shape import DESCRIBED_BY, default_ffn_hidden_size, padded_vocab_size
 
 
-def derive(args: Namespace) -> None:
+def derive(args: Args) -> None:
     """Fill in what Megatron-LM derives. Without a trainer only the sizes are set."""
     args.rank = 0
     args.world_size = args.actor_num_nodes * args.actor_num_gpus_per_node
@@ -31,7 +31,7 @@ def derive(args: Namespace) -> None:
         raise ArgumentError(f"{' and '.join(chosen)} exclude each other; leave one out")
 
 
-def _check_model(args: Namespace) -> None:
+def _check_model(args: Args) -> None:
     missing = [f"--{name.replace('_', '-')}" for name in DESCRIBED_BY if not getattr(args, name)]
     if args.vocab_size is None and args.padded_vocab_size is None:
         missing.append("--vocab-size")
@@ -41,7 +41,7 @@ def _check_model(args: Namespace) -> None:
         raise ArgumentError(f"the model is not described: {', '.join(missing)} missing{way_out}")
 
 
-def derive_model(args: Namespace) -> None:
+def derive_model(args: Args) -> None:
     """Fill in the sizes that follow from others where they are not set. Raises ``ArgumentError``."""
     if args.ffn_hidden_size is None:
         args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, args.swiglu)
@@ -67,14 +67,14 @@ def derive_model(args: Namespace) -> None:
         )
 
 
-def set_field_names(args: Namespace) -> None:
+def set_field_names(args: Args) -> None:
     """Set the attributes that megatron-core's configuration classes read under another name than that of the flag."""
     for dest, field in aliases().items():
         if hasattr(args, dest):  # a tool's own parser may lack some
             setattr(args, field, getattr(args, dest))
 
 
-def _check_recompute(args: Namespace) -> None:
+def _check_recompute(args: Args) -> None:
     if args.recompute_activations:
         if args.recompute_granularity == "full":
             raise ArgumentError(
@@ -96,7 +96,7 @@ def _check_recompute(args: Namespace) -> None:
         )
 
 
-def fill_defaults(args: Namespace) -> None:
+def fill_defaults(args: Args) -> None:
     """Set them in place. Attributes that are missing count as not given: tools bring namespaces of their own."""
     args.use_distributed_optimizer = True
     args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
@@ -115,5 +115,5 @@ def fill_defaults(args: Namespace) -> None:
         args.rope_type = "yarn" if _value(args, "multi_latent_attention") else "rope"
 
 
-def _value(args: Namespace, name: str) -> Any:
+def _value(args: Args, name: str) -> Any:
     return getattr(args, name, None)

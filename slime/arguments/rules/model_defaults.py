@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import shlex
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Collection
 from typing import Any
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
@@ -22,7 +23,7 @@ SIZES = frozenset(DESCRIBED_BY)
 DROPOUT = ("hidden_dropout", "attention_dropout")
 
 
-def take_from_checkpoint(args: Namespace) -> None:
+def take_from_checkpoint(args: Args) -> None:
     """Set the model flags that were not given; without a readable checkpoint, or without a trainer, nothing changes."""
     if args.debug_rollout_only:
         return
@@ -41,7 +42,7 @@ def take_from_checkpoint(args: Namespace) -> None:
         args.not_available.append(message)
 
 
-def fill(args: Namespace, config: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+def fill(args: Args, config: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Set the model flags whose attribute is not in ``given`` to what ``config`` and its family say; return them.
 
     A command line that describes the model itself (``SIZES``) keeps Megatron's defaults for what only decides how it is
@@ -62,7 +63,7 @@ def fill(args: Namespace, config: dict[str, Any], given: Collection[str]) -> dic
     return values
 
 
-def taken(args: Namespace) -> dict[str, list[str]]:
+def taken(args: Args) -> dict[str, list[str]]:
     """Attribute -> the words of a command line, of the flags that ``take_from_checkpoint`` has changed."""
     found = None if args.debug_rollout_only else hf_config.config_of(args)
     words: dict[str, list[str]] = {}
@@ -76,7 +77,7 @@ def taken(args: Namespace) -> dict[str, list[str]]:
     return words
 
 
-def summary(args: Namespace) -> list[tuple[str, str]]:
+def summary(args: Args) -> list[tuple[str, str]]:
     """What a run says of its model: the flags that come from its configuration, and its dropout."""
     if args.debug_rollout_only:
         return []
@@ -87,7 +88,7 @@ def summary(args: Namespace) -> list[tuple[str, str]]:
     return [(f"from {found[1]}", words), *rows] if found is not None and words else rows
 
 
-def warn_of_dropout(args: Namespace) -> None:
+def warn_of_dropout(args: Args) -> None:
     """Dropout is seldom meant: the first optimizer step compares policies that differ by it."""
     chosen = [f"--{name.replace('_', '-')} {plain(getattr(args, name))}" for name in DROPOUT if getattr(args, name)]
     if chosen and not args.debug_rollout_only and args.loss_type != "sft_loss":

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from typing import Any
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.models import facts
 
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Layers that are trained must exist; a pipeline layout has them where they are run."""
     if args.enable_mtp_training and args.mtp_num_layers is None:
         raise ArgumentError("--enable-mtp-training needs --mtp-num-layers, the number of MTP layers to train")
@@ -35,7 +35,7 @@ def check(args: Namespace) -> None:
         )
 
 
-def differences(args: Namespace, config: dict[str, Any]) -> list[str]:
+def differences(args: Args, config: dict[str, Any]) -> list[str]:
     """What ``--mtp-num-layers`` says otherwise than ``config``, at most one phrase."""
     wanted = args.mtp_num_layers
     if wanted is None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse what Megatron's optimizer and scheduler would reject; fill in the ends of the weight decay."""
     if args.debug_rollout_only:
         return
@@ -31,14 +30,14 @@ def check(args: Namespace) -> None:
             )
 
 
-def train_steps(args: Namespace) -> int | None:
+def train_steps(args: Args) -> int | None:
     """Optimizer steps of the whole run; None while its length is not known."""
     if not args.num_rollout or not args.global_batch_size:
         return None
     return int(args.num_rollout * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size)
 
 
-def _check_adam(args: Namespace) -> None:
+def _check_adam(args: Args) -> None:
     if args.optimizer != "adam":
         raise ArgumentError(
             f"--optimizer {args.optimizer}: expected adam, the only one whose state Megatron divides among ranks "
@@ -52,7 +51,7 @@ def _check_adam(args: Namespace) -> None:
         raise ArgumentError(f"--adam-eps {args.adam_eps}: expected 0 or more")
 
 
-def _check_schedule(args: Namespace) -> None:
+def _check_schedule(args: Args) -> None:
     fraction, warmup = args.lr_warmup_fraction, args.lr_warmup_iters
     if fraction is not None and warmup != 0:
         raise ArgumentError("--lr-warmup-fraction and --lr-warmup-iters exclude each other; leave one out")
@@ -62,7 +61,8 @@ def _check_schedule(args: Namespace) -> None:
         raise ArgumentError(
             f"--lr-warmup-iters {warmup} must be at least 0 and --lr-decay-iters {args.lr_decay_iters} at least 1"
         )
-    if args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters is None:
+    last_part = args.lr_wsd_decay_iters if args.lr_decay_style == "WSD" else 0
+    if last_part is None:
         raise ArgumentError("--lr-decay-style WSD needs --lr-wsd-decay-iters, the steps of its last part")
     steps = train_steps(args)
     decay, which = args.lr_decay_iters, "--lr-decay-iters"
@@ -72,14 +72,13 @@ def _check_schedule(args: Namespace) -> None:
         raise ArgumentError(
             f"--lr-warmup-iters {warmup} must be below {which} {decay}; lower it, or give a longer --lr-decay-iters"
         )
-    if decay is not None and args.lr_decay_style == "WSD" and args.lr_wsd_decay_iters > decay:
+    if decay is not None and last_part > decay:
         raise ArgumentError(
-            f"--lr-wsd-decay-iters {args.lr_wsd_decay_iters}, the last part of the schedule, must not be above "
-            f"{which} {decay}"
+            f"--lr-wsd-decay-iters {last_part}, the last part of the schedule, must not be above {which} {decay}"
         )
 
 
-def _derive_weight_decay(args: Namespace) -> None:
+def _derive_weight_decay(args: Args) -> None:
     if args.start_weight_decay is None:
         args.start_weight_decay = args.weight_decay
     if args.end_weight_decay is None:
@@ -101,7 +100,7 @@ LARGE_RATE = 0.01
 """With Adam, of which every step is about as large as the rate: weights are mostly below 0.1."""
 
 
-def _check_state(args: Namespace) -> None:
+def _check_state(args: Args) -> None:
     if args.lr > LARGE_RATE and args.optimizer == "adam":
         diagnostics.warn(
             args, f"--lr {args.lr}: a step moves every weight by about as much, which no model survives; usual is 1e-6"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from pathlib import Path
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 
 ALLGATHER_ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 
 
-def derive_sizes(args: Namespace) -> None:
+def derive_sizes(args: Args) -> None:
     """Set ``data_parallel_size``; slots, heads and query groups must divide."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     if min(tp, pp, cp) < 1:
@@ -36,7 +36,7 @@ def derive_sizes(args: Namespace) -> None:
     _check_allgather(args, cp)
 
 
-def _check_heads(args: Namespace, tp: int) -> None:
+def _check_heads(args: Args, tp: int) -> None:
     heads = args.num_attention_heads
     if heads % tp != 0:
         raise ArgumentError(
@@ -62,7 +62,7 @@ def _check_heads(args: Namespace, tp: int) -> None:
         )
 
 
-def _check_allgather(args: Namespace, cp: int) -> None:
+def _check_allgather(args: Args, cp: int) -> None:
     """The contiguous layout is made for sparse attention only."""
     if not args.allgather_cp or cp == 1:
         return
@@ -80,7 +80,7 @@ def _check_allgather(args: Namespace, cp: int) -> None:
         )
 
 
-def check_batches(args: Namespace) -> None:
+def check_batches(args: Args) -> None:
     """Every data-parallel rank needs as many micro-batches as every other one, and at least one sample."""
     ranks, size = args.data_parallel_size, args.global_batch_size
     if size is None:
@@ -121,7 +121,7 @@ _ENDS = {
 }
 
 
-def derive_stages(args: Namespace) -> None:
+def derive_stages(args: Args) -> None:
     """Check that layers divide over stages; set ``virtual_pipeline_model_parallel_size`` and how stages talk."""
     _check_ends(args)
     stages = _virtual_stages(args)
@@ -136,14 +136,14 @@ def derive_stages(args: Namespace) -> None:
     args.batch_p2p_comm = not args.overlap_p2p_comm
 
 
-def micro_batch_group_size(args: Namespace) -> int:
+def micro_batch_group_size(args: Args) -> int:
     """Micro-batches that a data-parallel rank must have a multiple of."""
     if args.virtual_pipeline_model_parallel_size is None:
         return 1
     return int(args.microbatch_group_size_per_vp_stage or args.pipeline_model_parallel_size)
 
 
-def _check_ends(args: Namespace) -> None:
+def _check_ends(args: Args) -> None:
     given = [option for name, option in _ENDS.items() if getattr(args, name) is not None]
     if not given:
         return
@@ -160,7 +160,7 @@ def _check_ends(args: Namespace) -> None:
             raise ArgumentError(f"{given[0]} and {flag.option} both say how layers are divided; leave one of them out")
 
 
-def _virtual_stages(args: Namespace) -> int | None:
+def _virtual_stages(args: Args) -> int | None:
     per_stage, stages = args.num_layers_per_virtual_pipeline_stage, args.num_virtual_stages_per_pipeline_rank
     layers, pp = args.num_layers, args.pipeline_model_parallel_size
     if per_stage is None:
@@ -184,7 +184,7 @@ def _virtual_stages(args: Namespace) -> int | None:
     return int(layers // pp // per_stage)
 
 
-def _check_stage_layers(args: Namespace, virtual: int) -> None:
+def _check_stage_layers(args: Args, virtual: int) -> None:
     """Every stage, and every virtual stage of it, must get a whole number of layers."""
     layers, pp = args.num_layers, args.pipeline_model_parallel_size
     if pp == 1:
@@ -210,7 +210,7 @@ def _ends_leave(ends: dict[str, int]) -> str:
     return f"{given} {'leaves' if len(ends) == 1 else 'leave'}"
 
 
-def _indivisible(args: Namespace, ends: dict[str, int], left: int, stages: int, virtual: int) -> str:
+def _indivisible(args: Args, ends: dict[str, int], left: int, stages: int, virtual: int) -> str:
     pp = args.pipeline_model_parallel_size
     if left % stages == 0:
         return (
@@ -228,7 +228,7 @@ def _indivisible(args: Namespace, ends: dict[str, int], left: int, stages: int, 
     )
 
 
-def _check_interleaving(args: Namespace) -> None:
+def _check_interleaving(args: Args) -> None:
     pp, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
     if pp == 1:
         raise ArgumentError(
@@ -247,7 +247,7 @@ def _check_interleaving(args: Namespace) -> None:
         )
 
 
-def derive_global_batch_size(args: Namespace) -> None:
+def derive_global_batch_size(args: Args) -> None:
     """``rollout_batch_size * n_samples_per_prompt == global_batch_size * num_steps_per_rollout``."""
     if args.debug_rollout_only and args.num_steps_per_rollout is None:
         return
@@ -284,7 +284,7 @@ def derive_global_batch_size(args: Namespace) -> None:
     args.global_batch_size = samples // steps
 
 
-def _warn_of_left_over(args: Namespace, made: str, samples: int) -> None:
+def _warn_of_left_over(args: Args, made: str, samples: int) -> None:
     size = args.global_batch_size
     left, rollouts = samples % size, args.num_rollout
     if not left or rollouts == 0:
@@ -300,14 +300,14 @@ def _warn_of_left_over(args: Namespace, made: str, samples: int) -> None:
     )
 
 
-def _batch_size_set_by_plugin(args: Namespace) -> bool:
+def _batch_size_set_by_plugin(args: Args) -> bool:
     """Whether a plug-in decides how many rollouts there are. A generate function does not: what it makes of one prompt
     copy counts as one."""
     own_loop = not args.rollout_function_path.startswith("slime.")
     return own_loop or args.custom_convert_samples_to_train_data_path is not None
 
 
-def check_micro_batches(args: Namespace) -> None:
+def check_micro_batches(args: Args) -> None:
     """Dynamic batches need their token limit; the log-prob pass shares the micro-batches of training."""
     if args.use_dynamic_batch_size and args.max_tokens_per_gpu is None and not args.debug_rollout_only:
         raise ArgumentError("--use-dynamic-batch-size needs --max-tokens-per-gpu: how many tokens fit?")
@@ -330,8 +330,10 @@ def check_micro_batches(args: Namespace) -> None:
     _warn_of_long_samples(args)
 
 
-def _warn_of_long_samples(args: Namespace) -> None:
+def _warn_of_long_samples(args: Args) -> None:
     if not args.use_dynamic_batch_size or args.debug_rollout_only or not args.rollout_max_response_len:
+        return
+    if args.max_tokens_per_gpu is None:
         return
     cp = max(1, args.context_parallel_size)
     limit = args.max_tokens_per_gpu * cp

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import Model, engines_of, layout_of, models_of
@@ -16,7 +16,7 @@ OF_ENCODERS = frozenset({"encoder_only", "language_only", "encoder_urls", "encod
 """Fields of SGLang with which one engine encodes images and another one generates."""
 
 
-def apply_offload_shorthand(args: Namespace) -> None:
+def apply_offload_shorthand(args: Args) -> None:
     """``--offload`` is both offloads; the attribute goes away."""
     if not hasattr(args, "offload"):
         return
@@ -28,7 +28,7 @@ def apply_offload_shorthand(args: Namespace) -> None:
     del args.offload
 
 
-def fit_rollout_only(args: Namespace) -> None:
+def fit_rollout_only(args: Args) -> None:
     """Without a trainer all slots generate."""
     if not args.debug_rollout_only:
         return
@@ -37,7 +37,7 @@ def fit_rollout_only(args: Namespace) -> None:
     args.colocate = args.offload_train = args.offload_rollout = False
 
 
-def _give_all_slots_to_engines(args: Namespace) -> None:
+def _give_all_slots_to_engines(args: Args) -> None:
     if args.rollout_num_gpus is None:
         if not args.colocate:
             message = "--debug-rollout-only needs --rollout-num-gpus: how many slots generate?"
@@ -50,7 +50,7 @@ def _give_all_slots_to_engines(args: Namespace) -> None:
         args.actor_num_nodes = args.rollout_num_gpus // args.actor_num_gpus_per_node
 
 
-def resolve_colocation(args: Namespace) -> None:
+def resolve_colocation(args: Args) -> None:
     """Colocation implies offloading (explicit ``--no-offload-*`` holds); otherwise inference needs its own slots.
 
     A critic shares the slots of the actor.
@@ -76,7 +76,7 @@ def resolve_colocation(args: Namespace) -> None:
         )
     args.rollout_num_engines = (
         len(args.rollout_external_engine_addrs)
-        if args.rollout_external
+        if args.rollout_external_engine_addrs is not None
         else (args.rollout_num_gpus or 0) // args.rollout_num_gpus_per_engine
     )
     args.offload_train = bool(args.offload_train)
@@ -88,7 +88,7 @@ def resolve_colocation(args: Namespace) -> None:
         args.disable_grad_buffers_cpu_backup = args.disable_param_buffers_cpu_backup = True
 
 
-def _share(args: Namespace) -> None:
+def _share(args: Args) -> None:
     if not args.release_train:
         args.offload_train = True if args.offload_train is None else args.offload_train
         args.offload_rollout = True if args.offload_rollout is None else args.offload_rollout
@@ -102,7 +102,7 @@ def _share(args: Namespace) -> None:
     args.offload_train, args.offload_rollout = False, True
 
 
-def _warn_of_pointless_offload(args: Namespace) -> None:
+def _warn_of_pointless_offload(args: Args) -> None:
     if args.colocate or args.debug_rollout_only:
         return
     alone = "training and inference have slots of their own, so the memory is freed for nobody"
@@ -111,7 +111,7 @@ def _warn_of_pointless_offload(args: Namespace) -> None:
             diagnostics.warn(args, f"--{name.replace('_', '-')} without --colocate: {alone}")
 
 
-def check_engines(args: Namespace) -> None:
+def check_engines(args: Args) -> None:
     """Inference slots must make whole engines, and an engine must fill nodes evenly."""
     if args.debug_train_only or args.rollout_external or args.sglang_config is not None:
         return
@@ -137,7 +137,7 @@ def check_engines(args: Namespace) -> None:
         _check_shared_slots(args, total, per_engine)
 
 
-def _check_shared_slots(args: Namespace, total: int, per_engine: int) -> None:
+def _check_shared_slots(args: Args, total: int, per_engine: int) -> None:
     """Weights reach a colocated engine from the trainers on all of its slots, or on none."""
     nodes, per_node = args.actor_num_nodes, args.actor_num_gpus_per_node
     if total > nodes * per_node and nodes * per_node % per_engine != 0:
@@ -161,7 +161,7 @@ def _check_shared_slots(args: Namespace, total: int, per_engine: int) -> None:
 _ADDRESS = re.compile(r"(?:http://)?(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/\[\]@]+):(?P<port>\d{1,5})/?")
 
 
-def check_deployment(args: Namespace) -> None:
+def check_deployment(args: Args) -> None:
     """The ways to describe engines exclude each other; addresses of engines elsewhere must be addresses."""
     args.rollout_external = args.rollout_external_engine_addrs is not None
     ways = flags_where(lambda traits: traits.deploys)
@@ -169,8 +169,8 @@ def check_deployment(args: Namespace) -> None:
     if len(given) > 1:
         raise ArgumentError(f"{given[0]} and {given[1]} both say which engines there are; leave one of them out")
     args.rollout_external_engine_infos = getattr(args, "rollout_external_engine_infos", None)
-    if args.rollout_external:
-        _check_external(args)
+    if args.rollout_external_engine_addrs is not None:
+        _check_external(args, args.rollout_external_engine_addrs)
     if args.prefill_num_servers is not None:
         _check_prefill(args)
 
@@ -183,9 +183,9 @@ def parse_address(text: str) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
-def _check_external(args: Namespace) -> None:
+def _check_external(args: Args, addresses: Sequence[str]) -> None:
     seen = set()
-    for text in args.rollout_external_engine_addrs:
+    for text in addresses:
         try:
             address = parse_address(text)
         except ValueError as error:
@@ -206,16 +206,16 @@ def _check_external(args: Namespace) -> None:
     if args.dry_run and not args.debug_train_only and args.rollout_external_engine_infos is None:
         diagnostics.unavailable(
             args,
-            f"--rollout-external-engine-addrs {' '.join(args.rollout_external_engine_addrs)}: the engines are asked "
-            "for their kinds and sizes when the run starts",
+            f"--rollout-external-engine-addrs {' '.join(addresses)}: the engines are asked for their kinds and sizes "
+            "when the run starts",
         )
 
 
-def _check_prefill(args: Namespace) -> None:
+def _check_prefill(args: Args) -> None:
     total = args.rollout_num_gpus
     if total is None and args.colocate:
         total = args.actor_num_nodes * args.actor_num_gpus_per_node
-    taken = args.prefill_num_servers * args.rollout_num_gpus_per_engine
+    taken = (args.prefill_num_servers or 0) * args.rollout_num_gpus_per_engine
     if total is not None and taken >= total and not args.debug_train_only:
         raise ArgumentError(
             f"--prefill-num-servers {args.prefill_num_servers} x --rollout-num-gpus-per-engine "
@@ -224,7 +224,7 @@ def _check_prefill(args: Namespace) -> None:
         )
 
 
-def count_engines(args: Namespace) -> None:
+def count_engines(args: Args) -> None:
     """Plan the engines as the run does, and count them."""
     if args.rollout_external or args.debug_train_only or models_of(args) is None:
         return
@@ -237,7 +237,7 @@ def count_engines(args: Namespace) -> None:
         raise ArgumentError(f"{option}{error}") from error
 
 
-def check_elastic(args: Namespace) -> None:
+def check_elastic(args: Args) -> None:
     """The engines that a run starts with are within the bounds of those that may be added and removed."""
     least, most = args.rollout_min_engines, args.rollout_max_engines
     if most is not None and least > most:
@@ -260,7 +260,7 @@ def check_elastic(args: Namespace) -> None:
             raise ArgumentError(f"--rollout-min-engines {least}: the run starts with {count} engines{of_model}")
 
 
-def check_models(args: Namespace) -> None:
+def check_models(args: Args) -> None:
     """Of the models of ``--sglang-config`` the first gets the trainer's weights, and no group shares half of its slots.
 
     Prefill and decode engines of a model go together. Raises ``ArgumentError``.
@@ -290,7 +290,7 @@ def check_models(args: Namespace) -> None:
     _check_borders(args, option, models)
 
 
-def _refuse_encoders(args: Namespace, what: str) -> None:
+def _refuse_encoders(args: Args, what: str) -> None:
     message = (
         f"{what} are not available yet in this version: SGLang's encoder server takes no new weights, and slime has no "
         "image prompts; use regular ones"
@@ -300,7 +300,7 @@ def _refuse_encoders(args: Namespace, what: str) -> None:
     args.not_available.append(message)
 
 
-def _check_disaggregation(args: Namespace, option: str, model: Model) -> None:
+def _check_disaggregation(args: Args, option: str, model: Model) -> None:
     """What prefill and decode engines of one model must agree on, and what is not carried from one to the other."""
     groups = [group for group in model.server_groups if group.worker_type != "placeholder"]
     if any(group.worker_type == "regular" for group in groups):
@@ -327,7 +327,7 @@ def _check_disaggregation(args: Namespace, option: str, model: Model) -> None:
         )
 
 
-def _check_updated(args: Namespace, option: str, models: Sequence[Model]) -> None:
+def _check_updated(args: Args, option: str, models: Sequence[Model]) -> None:
     updated = [model.name for model in models if model.update_weights]
     if len(updated) > 1:
         raise ArgumentError(
@@ -346,7 +346,7 @@ def _check_updated(args: Namespace, option: str, models: Sequence[Model]) -> Non
         )
 
 
-def _check_borders(args: Namespace, option: str, models: Sequence[Model]) -> None:
+def _check_borders(args: Args, option: str, models: Sequence[Model]) -> None:
     """A group takes turns with the trainer as a whole, or not at all."""
     layout = layout_of(args)
     first = layout.rollout_offset

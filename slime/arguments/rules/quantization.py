@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import models_of
 from slime.models.facts import quantization_by_name
@@ -17,7 +17,7 @@ FAKE_INT4, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_
 """How slime <= 0.3.1 was asked for rounded weights in training."""
 
 
-def check_pushes(args: Namespace) -> None:
+def check_pushes(args: Args) -> None:
     """Refuse a quantized checkpoint whose engines could not be sent weights; a dry run lists it."""
     if args.debug_train_only or args.debug_rollout_only or not args.rollout_num_gpus:
         return
@@ -81,7 +81,7 @@ def _groups(described: dict[str, Any]) -> dict[str, Any]:
     return (groups[0].get("weights") or {}) if len(groups) == 1 else {}
 
 
-def check_training(args: Namespace) -> None:
+def check_training(args: Args) -> None:
     """Read the variables by which training with rounded INT4 weights was asked for, and refuse what cannot be."""
     variables = {**os.environ, **args.train_env_vars}
     by_variable, size = variables.get(FAKE_INT4, "0") == "1", str(variables.get(GROUP_SIZE, "128"))

@@ -6,11 +6,11 @@ A role has the command line's values, with those of ``--megatron-config-path`` a
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Collection
 from typing import Any
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import all_flags, flags_where
 from slime.arguments.errors import ArgumentError
@@ -34,7 +34,7 @@ CRITIC_DIRECTORY = "critic"
 """Where in the actor's ``--save`` and ``--load`` the critic's checkpoints are, unless the file says otherwise."""
 
 
-def role_args(args: Namespace, role: str) -> Namespace:
+def role_args(args: Args, role: str) -> Args:
     """Return what the ranks of ``role`` get: ``args`` as they are now with the role's own values; else ``args`` itself.
 
     The values were derived once, by ``derive``. What a run sets later (its directory, what depends on the device, the
@@ -43,10 +43,10 @@ def role_args(args: Namespace, role: str) -> Namespace:
     if role == CRITIC and CRITIC not in args.role_values:
         raise ArgumentError("there is a critic with --advantage-estimator ppo only")
     values = args.role_values.get(CRITIC if role == CRITIC else ACTOR)
-    return Namespace(**{**vars(args), **values}) if values else args
+    return Args(**{**vars(args), **values}) if values else args
 
 
-def derive(args: Namespace) -> None:
+def derive(args: Args) -> None:
     """Set ``args.role_values``: role -> attribute -> value, of the roles that differ from the run.
 
     After the rules that derive sizes. Actor and critic must divide ranks and batches alike, and save to places of their
@@ -65,7 +65,7 @@ def derive(args: Namespace) -> None:
         args.role_values[CRITIC] = _own_values(critic, args, {*of_critic, *_values_of_critic(), *CRITIC_VALUES})
 
 
-def _own_values(role: Namespace, args: Namespace, said: Collection[str]) -> dict[str, Any]:
+def _own_values(role: Args, args: Args, said: Collection[str]) -> dict[str, Any]:
     """What differs in ``role``, and what was ``said`` of it, even as the run has it now: the run's may still change."""
     kept = {*said, *(field for dest, field in megatron.aliases().items() if dest in said)}
     run = vars(args)
@@ -76,7 +76,7 @@ def _own_values(role: Namespace, args: Namespace, said: Collection[str]) -> dict
     }
 
 
-def _actor(args: Namespace, overrides: dict[str, Any]) -> Namespace:
+def _actor(args: Args, overrides: dict[str, Any]) -> Args:
     if not overrides:
         return args
     role = _role(args, ACTOR)
@@ -85,7 +85,7 @@ def _actor(args: Namespace, overrides: dict[str, Any]) -> Namespace:
     return role
 
 
-def _critic(args: Namespace, actor: Namespace, of_actor: dict[str, Any], overrides: dict[str, Any]) -> Namespace:
+def _critic(args: Args, actor: Args, of_actor: dict[str, Any], overrides: dict[str, Any]) -> Args:
     """Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save``.
 
     A run that goes on from what it saves reads the ``save`` too; without a checkpoint the critic starts from the
@@ -110,13 +110,13 @@ def _values_of_critic() -> dict[str, Any]:
     return {flag.dest: flag.traits.critic for flag in flags_where(lambda traits: traits.critic is not UNSET)}
 
 
-def _role(args: Namespace, role: str) -> Namespace:
+def _role(args: Args, role: str) -> Args:
     found = parse_megatron_role_args(args, args.megatron_config_path, role)
     set_field_names(found)
     return found
 
 
-def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> None:
+def _describe(role: Args, args: Args, overrides: dict[str, Any]) -> None:
     """Let ``config.json`` of the role's own Hugging Face checkpoint say what neither flags nor the file say."""
     given = {*overrides, *args.explicit_flags}
     defaults = {flag.dest: flag.default for flag in all_flags()}
@@ -127,9 +127,7 @@ def _describe(role: Namespace, args: Namespace, overrides: dict[str, Any]) -> No
     derive_model(role)
 
 
-def _start_from(
-    role: Namespace, args: Namespace, overrides: dict[str, Any], load: str, *, else_weights_of: str | None
-) -> None:
+def _start_from(role: Args, args: Args, overrides: dict[str, Any], load: str, *, else_weights_of: str) -> None:
     """Continue the Megatron checkpoint ``load`` when it is one, otherwise take weights alone."""
     weights_alone = [flag.dest for flag in flags_where(lambda traits: traits.restarts)]
     if is_megatron_checkpoint(load):
@@ -147,7 +145,7 @@ def _start_from(
         setattr(role, name, True)
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """The file must be right before anything starts; the roles read it when they do."""
     if args.critic_overrides and not args.use_critic:
         diagnostics.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator ppo")
@@ -162,7 +160,7 @@ def check(args: Namespace) -> None:
         )
 
 
-def _check_together(args: Namespace, actor: Namespace, critic: Namespace) -> None:
+def _check_together(args: Args, actor: Args, critic: Args) -> None:
     if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
         other = "--loss-type sft_loss" if args.loss_type == "sft_loss" else "--disable-compute-advantages-and-returns"
         raise ArgumentError(
@@ -188,7 +186,7 @@ def _check_together(args: Namespace, actor: Namespace, critic: Namespace) -> Non
         )
 
 
-def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
+def _checked_overrides(args: Args, role: str) -> dict[str, Any]:
     """Attribute -> value for ``role``, of ``--critic-overrides`` and of ``--megatron-config-path``, which wins."""
     overrides = overrides_of(args, args.megatron_config_path, role)
     where = f"{OPTION} {args.megatron_config_path}, role {role}" if args.megatron_config_path else CRITIC_OPTION
@@ -212,5 +210,5 @@ def _checked_overrides(args: Namespace, role: str) -> dict[str, Any]:
     return overrides
 
 
-def _file(args: Namespace) -> str:
+def _file(args: Args) -> str:
     return f"{OPTION} {args.megatron_config_path}: " if args.megatron_config_path else ""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-from argparse import Namespace
 
 from slime.algorithms.reward_types import BOXED, REWARD_TYPES, reward_type
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.environments import environments_of
 from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
@@ -21,7 +21,7 @@ NONZERO_STD_FILTER = "slime.rollout.filter_hub.dynamic_sampling_filters.check_re
 ENVIRONMENT_DATA_SOURCE = "slime.rollout.environments.EnvironmentDataSource"
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Over-sampling, lengths, length of the run, and rollout functions that need certain flags."""
     _check_sampling(args)
     _check_lengths(args)
@@ -33,7 +33,7 @@ def check(args: Namespace) -> None:
         _check_rollout_buffer(args)
 
 
-def _check_rollout_buffer(args: Namespace) -> None:
+def _check_rollout_buffer(args: Args) -> None:
     path = args.rollout_function_path
     if args.rollout_buffer_url is None:
         raise ArgumentError(
@@ -47,7 +47,7 @@ def _check_rollout_buffer(args: Namespace) -> None:
         )
 
 
-def _check_sampling(args: Namespace) -> None:
+def _check_sampling(args: Args) -> None:
     if args.over_sampling_batch_size is None:
         args.over_sampling_batch_size = args.rollout_batch_size
     if args.over_sampling_batch_size < args.rollout_batch_size:
@@ -64,7 +64,7 @@ def _check_sampling(args: Namespace) -> None:
         )
 
 
-def _check_lengths(args: Namespace) -> None:
+def _check_lengths(args: Args) -> None:
     context, engine = args.rollout_max_context_len, args.sglang_context_length
     if context is not None:
         if args.rollout_max_prompt_len is None:
@@ -95,7 +95,7 @@ def _check_lengths(args: Namespace) -> None:
         )
 
 
-def _check_run_length(args: Namespace) -> None:
+def _check_run_length(args: Args) -> None:
     if args.num_rollout is None and args.num_epoch is None:
         diagnostics.missing_flag(
             args, "num_rollout", "how long is the run? Give --num-rollout or --num-epoch", stand_in=1
@@ -115,7 +115,7 @@ def _check_run_length(args: Namespace) -> None:
         )
 
 
-def _check_buffer(args: Namespace) -> None:
+def _check_buffer(args: Args) -> None:
     if args.mask_offpolicy_in_partial_rollout and not args.partial_rollout:
         raise ArgumentError("--mask-offpolicy-in-partial-rollout needs --partial-rollout; add it")
     if args.data_source_path != "slime.rollout.data_source.RolloutDataSource":
@@ -128,7 +128,7 @@ def _check_buffer(args: Namespace) -> None:
             )
 
 
-def _check_sft(args: Namespace) -> None:
+def _check_sft(args: Args) -> None:
     if args.n_samples_per_prompt != 1:
         raise ArgumentError(
             f"--rollout-function-path {SFT_ROLLOUT} takes every conversation once and needs --n-samples-per-prompt 1, "
@@ -149,7 +149,7 @@ FEWEST_MASK_TOKENS = 4
 """Half of it is the least top-k under which anything is sampled."""
 
 
-def check_top_p(args: Namespace) -> None:
+def check_top_p(args: Args) -> None:
     """Refuse with ``--rollout-top-p`` below 1 what SGLang reports no top-p masks with: it would refuse every request.
 
     Of engines that run elsewhere only they know.
@@ -190,7 +190,7 @@ def check_top_p(args: Namespace) -> None:
 DISTILLATION = "slime.rollout.on_policy_distillation"
 
 
-def check_reward(args: Namespace) -> None:
+def check_reward(args: Args) -> None:
     """A built-in reward must be known and complete; no reward at all is worth a warning."""
     _check_data_sets(args)
     if args.custom_rm_path is not None:
@@ -210,7 +210,7 @@ def check_reward(args: Namespace) -> None:
         _check_key("--rm-type ", args.rm_type, "--reward-key", args.reward_key)
 
 
-def _check_distillation(args: Namespace) -> None:
+def _check_distillation(args: Args) -> None:
     """The teacher's reply is no number: something has to make log-probs of it."""
     if args.custom_rm_path != f"{DISTILLATION}.reward_func":
         return
@@ -225,7 +225,7 @@ def _check_distillation(args: Namespace) -> None:
         )
 
 
-def _check_data_sets(args: Namespace) -> None:
+def _check_data_sets(args: Args) -> None:
     """The rewards of the built-in evaluation; a custom reward function may read any type."""
     if (args.eval_function_path or args.rollout_function_path) not in GENERATE_WITH_ENGINES:
         return
@@ -254,7 +254,7 @@ def _check_key(said: str, rm_type: str, flag: str, key: str | None) -> None:
         )
 
 
-def _check_type(args: Namespace, said: str, rm_type: str) -> None:
+def _check_type(args: Args, said: str, rm_type: str) -> None:
     entry = reward_type(rm_type)
     if entry is None:
         raise ArgumentError(f"{said}{rm_type}: expected one of {', '.join(REWARD_TYPES)}, or {BOXED} and one of them")
@@ -264,7 +264,7 @@ def _check_type(args: Namespace, said: str, rm_type: str) -> None:
         raise ArgumentError(f"{said}{entry.name} needs --rm-url, the address that answers with rewards")
 
 
-def _warn_of_none(args: Namespace) -> None:
+def _warn_of_none(args: Args) -> None:
     """Samples may bring their own type, and custom functions their own rewards."""
     generates = args.rollout_function_path in GENERATE_WITH_ENGINES and not args.debug_train_only
     if generates and args.custom_generate_function_path is None and args.num_rollout != 0:
@@ -275,7 +275,7 @@ def _warn_of_none(args: Namespace) -> None:
         )
 
 
-def check_environments(args: Namespace) -> None:
+def check_environments(args: Args) -> None:
     """Environments need the function that runs them, and it needs environments; both flags at once are ambiguous."""
     if args.environment_config is not None and args.environment_path:
         raise ArgumentError(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.sglang import lacking_attributes
 from slime.arguments.placement import Model, ServerGroup, args_of_group, models_of
@@ -38,7 +38,7 @@ OWNED = frozenset(
 """Fields of SGLang that slime decides for each engine; keys are those of all engines."""
 
 
-def set_lacking(args: Namespace) -> None:
+def set_lacking(args: Args) -> None:
     """Flags that only the pinned SGLang has count as not given, so that they can be read without a guard."""
     sizes = {f"sglang_{name}" for short, long in ALIASES.items() for name in (f"{short}_size", long)}
     for name in lacking_attributes():
@@ -46,7 +46,7 @@ def set_lacking(args: Namespace) -> None:
             setattr(args, name, None)
 
 
-def take_keys(args: Namespace) -> None:
+def take_keys(args: Args) -> None:
     """Keys that are not given as flags are those of the environment: every user of the host can read a command line."""
     args.sglang_api_key = args.sglang_api_key or os.environ.get("SLIME_SGLANG_API_KEY") or None
     args.sglang_admin_api_key = args.sglang_admin_api_key or os.environ.get("SLIME_SGLANG_ADMIN_API_KEY") or None
@@ -60,7 +60,7 @@ def take_keys(args: Namespace) -> None:
             )
 
 
-def derive_sizes(args: Namespace) -> None:
+def derive_sizes(args: Args) -> None:
     """``sglang_tp_size`` from the slots of an engine; long and short names of the sizes agree."""
     if args.sglang_disaggregation_mode not in (None, "null"):
         raise ArgumentError(
@@ -86,7 +86,7 @@ def derive_sizes(args: Namespace) -> None:
         raise ArgumentError(f"--sglang-router-ip {address} names a running router and needs --sglang-router-port")
 
 
-def _check_speculation(args: Namespace) -> None:
+def _check_speculation(args: Args) -> None:
     """Drafts need a model that makes them; without the algorithm the other flags about them have no effect."""
     if args.sglang_max_running_requests is not None and args.sglang_max_running_requests < 1:
         raise ArgumentError(
@@ -113,7 +113,7 @@ def _check_speculation(args: Namespace) -> None:
         )
 
 
-def _check_groups(args: Namespace) -> None:
+def _check_groups(args: Args) -> None:
     """Every group of the file has sizes of its own; those of the flags hold where it says nothing."""
     slots, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages if slots % stages == 0 else slots
@@ -131,7 +131,7 @@ def _check_groups(args: Namespace) -> None:
 
 
 @contextmanager
-def as_flags(args: Namespace, model: Model, group: ServerGroup) -> Iterator[Namespace]:
+def as_flags(args: Args, model: Model, group: ServerGroup) -> Iterator[Args]:
     """Yield ``args`` with the values of ``group`` as flags; what is wrong with them is said of the group."""
     try:
         yield args_of_group(args, group)
@@ -142,7 +142,7 @@ def as_flags(args: Namespace, model: Model, group: ServerGroup) -> Iterator[Name
         ) from error
 
 
-def _check_engine(args: Namespace) -> int:
+def _check_engine(args: Args) -> int:
     """Return the tensor-parallel size of an engine with the sizes in ``args``. Raises ``ArgumentError``."""
     fraction = args.sglang_mem_fraction_static
     if fraction is not None and not 0 < fraction < 1:
@@ -159,7 +159,7 @@ def _check_engine(args: Namespace) -> int:
     return tp
 
 
-def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:
+def _check_sizes(args: Args, sizes: dict[str, int]) -> int:
     slots, stages, dp = args.rollout_num_gpus_per_engine, sizes["pp"], sizes["dp"]
     if slots % stages != 0:
         raise ArgumentError(
@@ -183,7 +183,7 @@ def _check_sizes(args: Namespace, sizes: dict[str, int]) -> int:
     return tp
 
 
-def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: str) -> None:
+def _check_experts(args: Args, tp: int, sizes: dict[str, int], of_engine: str) -> None:
     """Data parallelism of the experts alone, as SGLang restricts it."""
     ep, moe_dp, dense_tp = sizes["ep"], sizes["moe_dp"], args.sglang_moe_dense_tp_size
     if moe_dp > 1 and sizes["pp"] > 1:
@@ -195,7 +195,7 @@ def _check_experts(args: Namespace, tp: int, sizes: dict[str, int], of_engine: s
         raise ArgumentError(f"--sglang-moe-dense-tp-size {dense_tp} must be 1 or {of_engine}")
 
 
-def _check_nodes(args: Namespace, stages: int) -> None:
+def _check_nodes(args: Args, stages: int) -> None:
     """An engine on several nodes has whole stages on each, or whole nodes for each stage."""
     nodes = args.rollout_num_gpus_per_engine // args.num_gpus_per_node
     if nodes > 1 and nodes % stages != 0 and stages % nodes != 0:

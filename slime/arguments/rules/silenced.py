@@ -6,11 +6,11 @@ come from launch scripts of slime <= 0.3.1, which set both without a word.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 
 from slime.algorithms.estimators import WITH_CRITIC, Estimator, estimator_of
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.files.eval_config import own_path
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, GENERATE_WITH_ENGINES
@@ -25,26 +25,26 @@ READS_NO_HOOKS = (SFT_ROLLOUT, FORGE_ROLLOUT, SLEEP_ROLLOUT, *ROLLOUT_BUFFER_ROL
 ANY_RUN = 1_000_000_000
 
 
-def _path(option: str, args: Namespace) -> str:
+def _path(option: str, args: Args) -> str:
     return f"{option} {getattr(args, option[2:].replace('-', '_'))}"
 
 
-def _rollout_without_hooks(args: Namespace) -> str | None:
+def _rollout_without_hooks(args: Args) -> str | None:
     return _path("--rollout-function-path", args) if args.rollout_function_path in READS_NO_HOOKS else None
 
 
-def _rollout_without_samples(args: Namespace) -> str | None:
+def _rollout_without_samples(args: Args) -> str | None:
     """Evaluations generate and score whatever makes the rollouts."""
     return None if args.eval_interval is not None else _rollout_without_hooks(args)
 
 
-def _own_rollout(args: Namespace) -> str | None:
+def _own_rollout(args: Args) -> str | None:
     if args.rollout_function_path in (*GENERATE_WITH_ENGINES, *READS_NO_HOOKS):
         return None
     return f"{_path('--rollout-function-path', args)}, unless that function reads it"
 
 
-def _episodes(args: Namespace) -> str | None:
+def _episodes(args: Args) -> str | None:
     """Every sample is an episode, whose steps give the reward."""
     if args.group_rm:
         return None
@@ -55,33 +55,33 @@ def _episodes(args: Namespace) -> str | None:
     return f"{_path('--custom-generate-function-path', args)}, whose environments give the rewards"
 
 
-def _conversion(args: Namespace) -> str | None:
+def _conversion(args: Args) -> str | None:
     if args.custom_convert_samples_to_train_data_path is None:
         return None
     return f"{_path('--custom-convert-samples-to-train-data-path', args)}, unless that function reads it"
 
 
-def _post_process(args: Namespace) -> str | None:
+def _post_process(args: Args) -> str | None:
     if args.custom_reward_post_process_path is None:
         return None
     return f"{_path('--custom-reward-post-process-path', args)}, unless that function reads it"
 
 
-def _custom_advantages(args: Namespace) -> str | None:
+def _custom_advantages(args: Args) -> str | None:
     if args.custom_advantage_function_path is None:
         return None
     return f"{_path('--custom-advantage-function-path', args)}, unless that function reads it"
 
 
-def _estimator_without(part: Callable[[Estimator], object]) -> Callable[[Namespace], str | None]:
-    def by(args: Namespace) -> str | None:
+def _estimator_without(part: Callable[[Estimator], object]) -> Callable[[Args], str | None]:
+    def by(args: Args) -> str | None:
         without = not part(estimator_of(args)) and args.custom_advantage_function_path is None
         return _path("--advantage-estimator", args) if without else None
 
     return by
 
 
-def _nothing_is_left_over(args: Namespace) -> str | None:
+def _nothing_is_left_over(args: Args) -> str | None:
     """A rollout that submits no more groups than it takes has none to stop."""
     more = args.over_sampling_batch_size > args.rollout_batch_size or args.dynamic_sampling_filter_path is not None
     if args.rollout_function_path != DEFAULT_ROLLOUT or more:
@@ -92,17 +92,17 @@ def _nothing_is_left_over(args: Namespace) -> str | None:
     )
 
 
-def _replay(args: Namespace) -> str | None:
+def _replay(args: Args) -> str | None:
     if args.load_debug_rollout_data is None:
         return None
     return f"{_path('--load-debug-rollout-data', args)}, whose samples are generated, filtered and scored already"
 
 
-def _when(present: Callable[[Namespace], object], words: str) -> Callable[[Namespace], str | None]:
+def _when(present: Callable[[Args], object], words: str) -> Callable[[Args], str | None]:
     return lambda args: words if present(args) else None
 
 
-SILENCERS: dict[Silencer, Callable[[Namespace], str | None]] = {
+SILENCERS: dict[Silencer, Callable[[Args], str | None]] = {
     "rollout without hooks": _rollout_without_hooks,
     "rollout without samples": _rollout_without_samples,
     "own rollout": _own_rollout,
@@ -137,7 +137,7 @@ SILENCERS: dict[Silencer, Callable[[Namespace], str | None]] = {
 """By what the traits of flags name: what silences them, as words for the message, or None where nothing does."""
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Warn of every flag that is given and silenced; refuse a run of a critic alone that has none."""
     _check_critic_alone(args)
     given: frozenset[str] = args.explicit_flags
@@ -152,7 +152,7 @@ def check(args: Namespace) -> None:
             diagnostics.warn(args, f"{options} {'has' if len(found) == 1 else 'have'} no effect beside {words}")
 
 
-def _check_critic_alone(args: Namespace) -> None:
+def _check_critic_alone(args: Args) -> None:
     """``--critic-train-only`` of slime <= 0.3.1 stands for more critic-only steps than any run has."""
     steps = args.num_critic_only_steps
     if args.use_critic or not args.num_rollout or steps < args.num_rollout:

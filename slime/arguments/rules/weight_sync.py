@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from importlib.util import find_spec
 
 from slime.arguments import diagnostics
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import engine_sizes, engines_of, models_of
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint, needs_reference
 from slime.weights.p2p.agents import PACKAGES
 
 
-def check(args: Namespace) -> None:
+def check(args: Args) -> None:
     """Refuse transports and modes that lack a directory or contradict the placement."""
     if args.update_weight_transport == "disk" and args.update_weight_disk_dir is None:
         raise ArgumentError(
@@ -43,7 +43,7 @@ def check(args: Namespace) -> None:
         )
 
 
-def check_engine_stages(args: Namespace) -> None:
+def check_engine_stages(args: Args) -> None:
     """Pipeline stages of an engine cannot be told apart where it gets weights from another process."""
     if args.debug_train_only or args.debug_rollout_only or args.update_weight_transport == "disk":
         return
@@ -57,7 +57,7 @@ def check_engine_stages(args: Namespace) -> None:
             )
 
 
-def _pause_disaggregated(args: Namespace) -> None:
+def _pause_disaggregated(args: Args) -> None:
     """Prompts on their way from one engine to another belong to neither: a paused pair could not empty its caches."""
     mode = args.weight_sync_pause_mode
     if mode not in ("auto", "abort"):
@@ -69,7 +69,7 @@ def _pause_disaggregated(args: Namespace) -> None:
     args.weight_sync_pause_mode = "abort"
 
 
-def _check_directories(args: Namespace) -> None:
+def _check_directories(args: Args) -> None:
     """Versions of weights are removed again: nothing else may live among them."""
     shared, local = args.update_weight_disk_dir, args.update_weight_local_checkpoint_dir
     if args.update_weight_transport != "disk":
@@ -87,7 +87,7 @@ def _check_directories(args: Namespace) -> None:
         )
 
 
-def _check_release(args: Namespace) -> None:
+def _check_release(args: Args) -> None:
     """The trainers end after every step and restart from their checkpoint."""
     if args.use_critic:
         raise ArgumentError(
@@ -127,7 +127,7 @@ def _check_release(args: Namespace) -> None:
         args.save_interval = 1
 
 
-def _check_p2p(args: Namespace) -> None:
+def _check_p2p(args: Args) -> None:
     """Trainers write into the engines' memory where that has been tested, and where it stays what it is."""
     p2p = "--update-weight-transport p2p"
     disaggregated = any(model.update_weights and model.has_pd_disaggregation for model in models_of(args) or ())
@@ -151,7 +151,7 @@ def _check_p2p(args: Namespace) -> None:
         )
 
 
-def _check_delta(args: Namespace) -> None:
+def _check_delta(args: Args) -> None:
     if args.colocate:
         raise ArgumentError(
             "--update-weight-mode delta and --colocate exclude each other: shared slots hand weights over in memory; "
@@ -169,7 +169,7 @@ def _check_delta(args: Namespace) -> None:
         )
 
 
-def _check_delta_files(args: Namespace) -> None:
+def _check_delta_files(args: Args) -> None:
     if args.update_weight_local_checkpoint_dir is None:
         raise ArgumentError(
             "--update-weight-mode delta needs --update-weight-local-checkpoint-dir, where each engine host keeps the "
@@ -185,7 +185,7 @@ def _check_delta_files(args: Namespace) -> None:
         args.update_weight_mode, args.update_weight_local_checkpoint_dir = "full", None
 
 
-def _check_delta_in_place(args: Namespace) -> None:
+def _check_delta_in_place(args: Args) -> None:
     """New values alone are written into an engine's weights: writing them twice does no harm."""
     if args.update_weight_delta_encoding == "xor" and "update_weight_delta_encoding" in args.explicit_flags:
         raise ArgumentError(

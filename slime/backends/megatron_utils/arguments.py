@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
+from slime.arguments.args import Args
 from slime.arguments.rules import megatron
 from slime.models.shape import padded_vocab_size
 
 __all__ = ["set_default_megatron_args"]
 
 
-def set_default_megatron_args(args: Namespace) -> Namespace:
+def set_default_megatron_args(args: Args) -> Args:
     """Fill ``args`` in place with what slime always gives Megatron, and return it.
 
     Works on any namespace: bf16 unless ``fp16``, 4096 positions, the distributed optimizer, the tokenizer of

@@ -6,12 +6,12 @@ import ctypes
 import logging
 import os
 import random
-from argparse import Namespace
 from collections.abc import Mapping, MutableMapping
 from datetime import timedelta
 
 import torch
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.backends.megatron_utils import import_megatron
 from slime.utils import accelerator
@@ -71,7 +71,7 @@ __all__ = ["import_megatron", "initialize_megatron", "seed_everything"]
 DEFAULT_TIMEOUT_MINUTES = 10
 
 
-def initialize_megatron(args: Namespace) -> None:
+def initialize_megatron(args: Args) -> None:
     """Join the trainer's process group and build Megatron's parallel groups.
 
     Reads ``RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT`` and, for the device, ``LOCAL_RANK`` (default 0) from the
@@ -118,7 +118,7 @@ def initialize_megatron(args: Namespace) -> None:
     seed_everything(args)
 
 
-def seed_everything(args: Namespace) -> None:
+def seed_everything(args: Args) -> None:
     """Seed Python, numpy, torch and Megatron's trackers from ``args.seed``, differently for each pipeline stage.
 
     With ``--data-parallel-random-init`` data-parallel ranks differ too.
@@ -158,11 +158,11 @@ def _meeting_place() -> str:
     return f"tcp://{join_address(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))}"
 
 
-def _size(args: Namespace, name: str) -> int:
+def _size(args: Args, name: str) -> int:
     return getattr(args, name, None) or 1
 
 
-def _check_sizes(args: Namespace, world_size: int) -> None:
+def _check_sizes(args: Args, world_size: int) -> None:
     layout = flags_where(lambda traits: traits.same_for_roles == "layout")
     names = [flag.dest for flag in layout if flag.kind == "int"]
     product = 1
@@ -173,7 +173,7 @@ def _check_sizes(args: Namespace, world_size: int) -> None:
         raise ValueError(f"{world_size} trainer ranks are not a multiple of {sizes} = {product}")
 
 
-def _backend(args: Namespace) -> str:
+def _backend(args: Args) -> str:
     """Return the backend of the default group: what was asked for, or the device's own."""
     own = accelerator.communication_backend()
     wanted = args.distributed_backend or own

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
@@ -48,7 +48,7 @@ class EngineProcess:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         *,
         rank: int,
         host: str,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.hf_config import read_config
 from slime.arguments.rules.placement import parse_address
@@ -79,12 +79,12 @@ def normalize_external_engine_addr(addr: str) -> str:
     return f"http://{host}:{port}"
 
 
-def discover_external_engines(args: Namespace) -> list[ExternalEngineInfo]:
+def discover_external_engines(args: Args) -> list[ExternalEngineInfo]:
     """Ask all engines of ``--rollout-external-engine-addrs`` what they are, and check that the run can use them.
 
     Raises ArgumentError with a line for every engine that does not answer or does not fit.
     """
-    urls = [normalize_external_engine_addr(addr) for addr in args.rollout_external_engine_addrs]
+    urls = [normalize_external_engine_addr(addr) for addr in args.rollout_external_engine_addrs or ()]
     with ThreadPoolExecutor(len(urls), thread_name_prefix="external-engine") as pool:
         futures = [pool.submit(inspect, args, url, args.sglang_api_key) for url in urls]
     if refused := [error for future in futures if isinstance(error := future.exception(), ArgumentError)]:
@@ -115,7 +115,7 @@ def _check_kinds(infos: Sequence[ExternalEngineInfo]) -> None:
             )
 
 
-def apply_external_engine_info_to_args(args: Namespace, infos: Sequence[ExternalEngineInfo]) -> None:
+def apply_external_engine_info_to_args(args: Args, infos: Sequence[ExternalEngineInfo]) -> None:
     """Set what of ``args`` follows from the engines: ``--rollout-num-gpus`` too, whatever was given."""
     record(
         args,
@@ -125,12 +125,12 @@ def apply_external_engine_info_to_args(args: Namespace, infos: Sequence[External
     )
 
 
-def external_engine_infos_from_args(args: Namespace) -> list[ExternalEngineInfo]:
+def external_engine_infos_from_args(args: Args) -> list[ExternalEngineInfo]:
     """Return the engines that ``apply_external_engine_info_to_args`` has noted."""
     return [ExternalEngineInfo(**info) for info in args.rollout_external_engine_infos or ()]
 
 
-def inspect(args: Namespace, url: str, api_key: str | None) -> ExternalEngineInfo:
+def inspect(args: Args, url: str, api_key: str | None) -> ExternalEngineInfo:
     """Ask the engine at ``url`` what it is.
 
     Raises NoAnswerError, or ArgumentError for one that the run cannot use: of another model, or started with other
@@ -181,7 +181,7 @@ def _worker_type(server: Mapping[str, Any]) -> str:
     return str(mode) if mode in ("prefill", "decode") else "regular"
 
 
-def _wrong_model(args: Namespace, server: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
+def _wrong_model(args: Args, server: Mapping[str, Any], model: Mapping[str, Any]) -> str | None:
     """Return why the engine does not serve the model of ``--hf-checkpoint``; what cannot be known is not compared."""
     path = str(server.get("model_path", ""))
     if os.path.realpath(path) == os.path.realpath(str(args.hf_checkpoint)):
@@ -202,7 +202,7 @@ def _wrong_model(args: Namespace, server: Mapping[str, Any], model: Mapping[str,
     return f"{serves}: {'; '.join(different)}" if different else None
 
 
-def _wrong_settings(args: Namespace, server: Mapping[str, Any]) -> str | None:
+def _wrong_settings(args: Args, server: Mapping[str, Any]) -> str | None:
     """Return which of the engine's own settings the run cannot work with."""
     kind, dp_size = _worker_type(server), _size(server, "dp_size", "data_parallel_size")
     if kind == "encoder":
@@ -227,7 +227,7 @@ def _wrong_settings(args: Namespace, server: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _ignored_flags(args: Namespace, server: Mapping[str, Any]) -> list[str]:
+def _ignored_flags(args: Args, server: Mapping[str, Any]) -> list[str]:
     """Return the ``--sglang-*`` flags that were given and that the engine does not follow."""
     given = {name.removeprefix("sglang_"): getattr(args, name, None) for name in sorted(args.explicit_flags)
              if name.startswith("sglang_")}  # fmt: skip

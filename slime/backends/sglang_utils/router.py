@@ -9,12 +9,12 @@ import os
 import sys
 import tempfile
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import slime
+from slime.arguments.args import Args
 from slime.arguments.passthrough import catalog
 from slime.backends.sglang_utils.errors import RouterStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
@@ -55,7 +55,7 @@ class Router:
 
     name = "router"
 
-    def __init__(self, args: Namespace, host: str, port: int | None) -> None:
+    def __init__(self, args: Args, host: str, port: int | None) -> None:
         self.host, self.port = host, port
         self._api_key: str | None = args.sglang_api_key
 
@@ -96,7 +96,7 @@ class RunningRouter(Router):
     engines that others started and had put there before.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args, args.sglang_router_ip, args.sglang_router_port)
         self._added: list[EngineInfo] = []
         self._found: set[str] = set()
@@ -148,7 +148,7 @@ class RouterProcess(Router):
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         host: str,
         port: int | None = None,
         *,
@@ -268,7 +268,7 @@ class RouterProcess(Router):
             self._options = None
 
 
-def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> RouterPackage:
+def choose_package(args: Args, *, pd_disaggregation: bool = False) -> RouterPackage:
     """Return the package of ``--sglang-router-package``; of ``auto``, ``smg`` where it is installed.
 
     Not where clients ask through OpenAI's API (``slime serve``, the rollout buffer): smg answers 404 to every name of a
@@ -312,7 +312,7 @@ def choose_package(args: Namespace, *, pd_disaggregation: bool = False) -> Route
 
 
 def router_fields(
-    args: Namespace,
+    args: Args,
     *,
     host: str,
     port: int,

@@ -8,11 +8,11 @@ import logging
 import socket
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.passthrough import catalog
 from slime.arguments.rules.lora import adapted_modules, takes_adapters
 from slime.backends.sglang_utils.errors import EngineStartError
@@ -65,7 +65,7 @@ class EngineSpec:
     overrides: Mapping[str, Any] | None = None
 
 
-def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Record] | None = None) -> list[str]:
+def build_server_args(args: Args, spec: EngineSpec, *, records: Sequence[Record] | None = None) -> list[str]:
     """Return the command that starts one node of one engine: ``python -m sglang.launch_server ...``.
 
     Args:
@@ -112,7 +112,7 @@ def build_server_args(args: Namespace, spec: EngineSpec, *, records: Sequence[Re
     return command
 
 
-def secret_fields(args: Namespace) -> dict[str, str]:
+def secret_fields(args: Args) -> dict[str, str]:
     """Return the fields that go into a private file instead of the command line.
 
     None with several tokenizer processes: SGLang does not start them with a key.
@@ -123,12 +123,12 @@ def secret_fields(args: Namespace) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items() if value}
 
 
-def has_no_key(args: Namespace) -> bool:
+def has_no_key(args: Args) -> bool:
     """Whether the engines can have no key."""
     return (args.sglang_tokenizer_worker_num or 1) > 1
 
 
-def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, Any]:
+def forwarded_fields(args: Args, records: Sequence[Record]) -> dict[str, Any]:
     """Return the SGLang fields whose ``sglang_<name>`` attribute differs from SGLang's default."""
     fields = {}
     for record in records:
@@ -139,7 +139,7 @@ def forwarded_fields(args: Namespace, records: Sequence[Record]) -> dict[str, An
     return fields
 
 
-def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
+def _owned_fields(args: Args, spec: EngineSpec) -> dict[str, Any]:
     """The fields that slime decides for every engine."""
     pp_size = int((spec.overrides or {}).get("pp_size") or args.sglang_pp_size or 1)
     if spec.num_gpus % pp_size:
@@ -185,7 +185,7 @@ def _owned_fields(args: Namespace, spec: EngineSpec) -> dict[str, Any]:
     return fields
 
 
-def check_transport(args: Namespace, spec: EngineSpec) -> None:
+def check_transport(args: Args, spec: EngineSpec) -> None:
     """Raise EngineStartError where what carries caches between the engines is not installed, or cannot be loaded."""
     backend = (spec.overrides or {}).get("disaggregation_transfer_backend", args.sglang_disaggregation_transfer_backend)
     module = {"mooncake": "mooncake", "mooncake_tcp": "mooncake", "nixl": "nixl"}.get(backend)

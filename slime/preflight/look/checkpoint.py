@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 from slime.arguments.groups import slime_flags
@@ -18,7 +18,7 @@ OTHER_FORMATS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.h5", "*.msgpack")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.tiktoken", "*.model", "tokenization_*.py")
 
 
-def look_at_weights(args: Namespace, found: Findings) -> None:
+def look_at_weights(args: Args, found: Findings) -> None:
     """Open every safetensors file, whose header says whether it is whole; report those of flags that name a model and
     of the models of ``--sglang-config`` that are missing or cannot be read. Megatron's checkpoints have none."""
     flag_of: dict[str, str] = {}
@@ -43,7 +43,7 @@ def _model_flags() -> list[Flag]:
     return [flag for flag in slime_flags() if flag.traits.path == "model"]
 
 
-def _served(args: Namespace) -> dict[str, str]:
+def _served(args: Args) -> dict[str, str]:
     """Return the checkpoint directories that engines of this run read, with what names them."""
     if args.debug_train_only or args.rollout_external or not args.rollout_num_gpus:
         return {}
@@ -55,7 +55,7 @@ def _served(args: Namespace) -> dict[str, str]:
     return {str(model.model_path): f"--sglang-config, model {model.name}:" for model in models}
 
 
-def _without_safetensors(args: Namespace, directory: str, *, served: bool) -> str | None:
+def _without_safetensors(args: Args, directory: str, *, served: bool) -> str | None:
     """Return what is wrong with a directory of Hugging Face form that holds no safetensors file, if weights are read.
 
     Engines alone read some other formats too, and a trainer may load its weights from elsewhere.
@@ -72,7 +72,7 @@ def _without_safetensors(args: Namespace, directory: str, *, served: bool) -> st
     return f"expected weights in *.safetensors files; {seen} (or give the directory that has them)"
 
 
-def look_at_adapters(args: Namespace, found: Findings) -> None:
+def look_at_adapters(args: Args, found: Findings) -> None:
     """Report projections of ``--lora-target-modules`` that the model's family has not."""
     if not args.lora_rank or args.debug_rollout_only or args.lora_target_modules == ["all-linear"]:
         return
@@ -93,7 +93,7 @@ def look_at_adapters(args: Namespace, found: Findings) -> None:
         )
 
 
-def look_at_tokenizer_files(args: Namespace, found: Findings) -> bool:
+def look_at_tokenizer_files(args: Args, found: Findings) -> bool:
     """Report a checkpoint directory without any file of a tokenizer; transformers would make an empty one up."""
     path = Path(args.hf_checkpoint)
     if not path.is_dir() or any(file for pattern in TOKENIZER_FILES for file in path.glob(pattern)):
@@ -105,7 +105,7 @@ def look_at_tokenizer_files(args: Namespace, found: Findings) -> bool:
     return False
 
 
-def look_at_vocabulary(args: Namespace, tokenizer: Any, found: Findings) -> None:
+def look_at_vocabulary(args: Args, tokenizer: Any, found: Findings) -> None:
     """Warn of tokens of the tokenizer that the embedding has no row for."""
     try:
         rows = read_config(args.hf_checkpoint).get("vocab_size")

@@ -7,10 +7,10 @@ import os
 import pickle
 import signal
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import IO, Any
 
+from slime.arguments.args import Args
 from slime.preflight.look import Findings
 from slime.preflight.look.checkpoint import look_at_adapters, look_at_tokenizer_files, look_at_weights
 from slime.preflight.look.data import look_at_data
@@ -53,7 +53,7 @@ def main() -> None:
     os._exit(0)
 
 
-def look(args: Namespace, dry_run: bool, found: Findings) -> None:
+def look(args: Args, dry_run: bool, found: Findings) -> None:
     """Look at everything; the cheap things come first, and one mistake does not hide another."""
     look_at_weights(args, found)
     look_at_adapters(args, found)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.eval_config import own_path
 from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 from slime.arguments.rules.data import BUILT_IN_SOURCES
@@ -48,7 +48,7 @@ class PromptFile:
         return f"{self.flag} {self.path}"
 
 
-def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, Sample]:
+def look_at_data(args: Args, dry_run: bool, found: Findings) -> dict[str, Sample]:
     """Report what is wrong with the prompts; return the first sample of each good file, by its flag."""
     files = [file for file in prompt_files(args) if os.path.exists(split_slice(file.path)[0])]
     good = [file for file in files if _look_at_rows(file, found)]
@@ -79,7 +79,7 @@ def look_at_data(args: Namespace, dry_run: bool, found: Findings) -> dict[str, S
     return samples
 
 
-def prompt_files(args: Namespace) -> Iterator[PromptFile]:
+def prompt_files(args: Args) -> Iterator[PromptFile]:
     """Yield the files that the built-in data sources and the built-in evaluation are going to read."""
     replays = args.load_debug_rollout_data is not None
     draws = args.rollout_global_dataset and args.num_rollout != 0 and not replays
@@ -175,7 +175,7 @@ def _row_problem(file: PromptFile, row: Mapping[str, Any]) -> str | None:
 
 
 def _look_at_prompts(
-    args: Namespace, file: PromptFile, tokenizer: Any, trust: dict[str, Any], found: Findings
+    args: Args, file: PromptFile, tokenizer: Any, trust: dict[str, Any], found: Findings
 ) -> Sample | None:
     """Render the first rows as the run does and look at their lengths; return the first sample."""
     keys: list[Any] = [*file.columns.values()]
@@ -202,7 +202,7 @@ def _look_at_prompts(
     return first
 
 
-def _look_at_variety(args: Namespace, file: PromptFile, found: Findings) -> None:
+def _look_at_variety(args: Args, file: PromptFile, found: Findings) -> None:
     """Warn of prompts that a rollout meets twice, and of those that hold their answer."""
     if not file.generated:
         return
@@ -229,7 +229,7 @@ def _ends_with_an_answer(prompt: Any) -> bool:
     return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
-def _look_at_lengths(args: Namespace, file: PromptFile, tokenizer: Any, texts: list[str], found: Findings) -> None:
+def _look_at_lengths(args: Args, file: PromptFile, tokenizer: Any, texts: list[str], found: Findings) -> None:
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     if 0 in lengths and not file.optional:
         found.warnings.append(f"{file} row {lengths.index(0)}: the prompt is empty")
@@ -251,7 +251,7 @@ def _look_at_lengths(args: Namespace, file: PromptFile, tokenizer: Any, texts: l
 
 
 def _look_at_conversations(
-    args: Namespace, file: PromptFile, tokenizer: Any, samples: list[Sample], found: Findings
+    args: Args, file: PromptFile, tokenizer: Any, samples: list[Sample], found: Findings
 ) -> None:
     """Make the loss masks of the first rows; report the first that cannot be made."""
     from slime.utils.mask_utils import MultiTurnLossMaskGenerator
@@ -273,7 +273,7 @@ def _look_at_conversations(
             return
 
 
-def longest_sequence(args: Namespace) -> int | None:
+def longest_sequence(args: Args) -> int | None:
     """Return how many tokens prompt and response may have together, as far as flags or the checkpoint say."""
     given = [n for n in (args.rollout_max_context_len, args.sglang_context_length) if n]
     if given:

@@ -8,10 +8,10 @@ import copy
 import math
 import numbers
 import threading
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.environments import environments_of
 from slime.preflight.look import Findings
 from slime.rollout.hooks.contracts import ENVIRONMENT, Contract, contracts_of
@@ -38,7 +38,7 @@ _NOT_HERE = (
 """Packages of a training machine, which one that only plans need not have."""
 
 
-def look_at_hooks(args: Namespace, dry_run: bool, found: Findings) -> bool:
+def look_at_hooks(args: Args, dry_run: bool, found: Findings) -> bool:
     """Report every hook that cannot be imported or called; return whether all can be."""
     good = True
     for path, contract, flag in _named(args):
@@ -60,7 +60,7 @@ def look_at_hooks(args: Namespace, dry_run: bool, found: Findings) -> bool:
     return good
 
 
-def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
+def _named(args: Args) -> Iterator[tuple[str, Contract, str]]:
     """Every dotted path, how its function is called, and the flag (or place in a file) that names it."""
     replays = args.load_debug_rollout_data is not None
     contracts = {name: c for name, c in contracts_of("manager").items() if not (replays and c.generates)}
@@ -84,7 +84,7 @@ def _named(args: Namespace) -> Iterator[tuple[str, Contract, str]]:
                 yield path, contracts_of("manager")[name], f"--eval-config, data set {dataset.name!r}, {name}"
 
 
-def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:
+def look_at_reward(args: Args, samples: Mapping[str, Sample], found: Findings) -> None:
     """Score a made-up answer to the first prompt of each file (``samples``, by its flag), as the run would."""
     if args.debug_train_only:
         return
@@ -97,7 +97,7 @@ def look_at_reward(args: Namespace, samples: Mapping[str, Sample], found: Findin
         _look_at_custom(args, hook, sample, found, group=args.group_rm and not flag.startswith("--eval"))
 
 
-def _look_at_custom(args: Namespace, hook: Hook, sample: Sample, found: Findings, *, group: bool) -> None:
+def _look_at_custom(args: Args, hook: Hook, sample: Sample, found: Findings, *, group: bool) -> None:
     found.begins(f"the call of {hook} on a made-up answer")
     answers = [_answer(sample, number) for number in range(args.n_samples_per_prompt if group else 1)]
     try:
@@ -131,7 +131,7 @@ class _NoAnswer(Exception):
     pass
 
 
-def _call(hook: Hook, args: Namespace, answers: Sample | list[Sample]) -> Any:
+def _call(hook: Hook, args: Args, answers: Sample | list[Sample]) -> Any:
     """Call the reward on an event loop of its own, in a thread: a coroutine function may block it for ever."""
     result: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
@@ -150,7 +150,7 @@ def _call(hook: Hook, args: Namespace, answers: Sample | list[Sample]) -> Any:
     return result.result()
 
 
-def is_filled_in_later(args: Namespace, sample: Sample) -> bool:
+def is_filled_in_later(args: Args, sample: Sample) -> bool:
     """Whether functions of the user's may give a sample what the reward reads."""
     return bool(
         args.custom_generate_function_path or sample.generate_function_path or args.rollout_sample_hook_path
@@ -158,7 +158,7 @@ def is_filled_in_later(args: Namespace, sample: Sample) -> bool:
     )  # fmt: skip
 
 
-def _problem(args: Namespace, reward: Any, count: int | None) -> str | None:
+def _problem(args: Args, reward: Any, count: int | None) -> str | None:
     """Return what was returned and what was expected; None for what can be a reward."""
     if count is not None:
         if not isinstance(reward, (list, tuple)) or len(reward) != count:

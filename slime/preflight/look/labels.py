@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from slime.algorithms.reward_types import RewardType, reward_type
+from slime.arguments.args import Args
 from slime.preflight.look import Findings
 from slime.preflight.look.data import PromptFile, first_rows, prompt_files
 from slime.preflight.look.hooks import is_filled_in_later
@@ -20,7 +20,7 @@ _LONG_ANSWER = 200
 _THINKING_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "added_tokens.json")
 
 
-def look_at_labels(args: Namespace, samples: Mapping[str, Sample], found: Findings) -> None:
+def look_at_labels(args: Args, samples: Mapping[str, Sample], found: Findings) -> None:
     """Report labels with which every answer would get reward 0, for each file of ``samples`` that a rule grades."""
     if args.debug_train_only:
         return
@@ -62,7 +62,7 @@ def _kind_of_label(label: Any) -> tuple[Any, ...]:
     return type(label).__name__, text[:1] in "[{\"'", "####" in text, "\\boxed" in text, len(text) > _LONG_ANSWER
 
 
-def _look_at_rule(args: Namespace, file: PromptFile, rule: RewardType, first: Sample, found: Findings) -> None:
+def _look_at_rule(args: Args, file: PromptFile, rule: RewardType, first: Sample, found: Findings) -> None:
     """What does not depend on the label: a key for rewards that have none, and reasoning that has no end."""
     key = (args.eval_reward_key or args.reward_key) if file.dataset is not None else args.reward_key
     converted = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
@@ -78,7 +78,7 @@ def _look_at_rule(args: Namespace, file: PromptFile, rule: RewardType, first: Sa
         )
 
 
-def _reasons(args: Namespace, first: Sample) -> bool:
+def _reasons(args: Args, first: Sample) -> bool:
     if any(marker in str(first.prompt) for marker in ("think>", "###Response")):
         return True
     files = [Path(args.hf_checkpoint or "") / name for name in _THINKING_FILES]

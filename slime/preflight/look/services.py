@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from slime.algorithms.reward_types import reward_type
+from slime.arguments.args import Args
 from slime.arguments.files.environments import environments_of
 from slime.preflight.look import Findings
 from slime.rollout.environments.environment import Environment
@@ -22,7 +22,7 @@ DEADLINE_S = 10.0
 CONNECT_S = 3.0
 
 
-def look_at_services(args: Namespace, dry_run: bool, found: Findings) -> None:
+def look_at_services(args: Args, dry_run: bool, found: Findings) -> None:
     """Report servers of rewards that take no connection, and what ``check`` of the environments raises."""
     if args.debug_train_only or args.load_debug_rollout_data is not None:
         return
@@ -54,7 +54,7 @@ def _has_check(path: str) -> bool:
     return isinstance(own, (classmethod, staticmethod)) and own is not Environment.__dict__["check"]
 
 
-async def _check(kind: Any, args: Namespace, options: Any) -> None:
+async def _check(kind: Any, args: Args, options: Any) -> None:
     async with asyncio.timeout(DEADLINE_S):
         if is_coroutine_function(kind.check):
             await kind.check(args, options)
@@ -62,7 +62,7 @@ async def _check(kind: Any, args: Namespace, options: Any) -> None:
             await in_thread(kind.check, args, options)
 
 
-def _reward_urls(args: Namespace) -> Iterator[str]:
+def _reward_urls(args: Args) -> Iterator[str]:
     kinds = [args.rm_type, *(getattr(dataset, "rm_type", None) for dataset in args.eval_datasets)]
     asks = any(entry.needs_url for kind in kinds if (entry := reward_type(kind)))
     if asks and args.custom_rm_path is None and args.rm_url:

@@ -10,9 +10,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.groups import slime_flags
 from slime.preflight.look import Findings
 
@@ -21,7 +21,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from slime.preflight.look.child 
 _SHOWN = 5
 
 
-def look(args: Namespace, *, dry_run: bool = False) -> Findings:
+def look(args: Args, *, dry_run: bool = False) -> Findings:
     """Return what a look at the prompts and hooks of ``args`` finds, within ``DEADLINE_S``.
 
     With ``dry_run`` what is not on this machine is no error. A look that does not come to its end is a warning.
@@ -61,13 +61,13 @@ def look(args: Namespace, *, dry_run: bool = False) -> Findings:
     return found
 
 
-def _prompts_are_here(args: Namespace) -> bool:
+def _prompts_are_here(args: Args) -> bool:
     from slime.utils.prompt_files import split_slice
 
-    return bool(args.prompt_data) and os.path.exists(split_slice(args.prompt_data)[0])
+    return args.prompt_data is not None and os.path.exists(split_slice(args.prompt_data)[0])
 
 
-def _hooks_are_given(args: Namespace) -> bool:
+def _hooks_are_given(args: Args) -> bool:
     """Whether a flag names a function of the user's own."""
     others = {f.dest for f in slime_flags() if f.traits.path or (f.traits.hook and f.traits.hook.caller == "parser")}
     flags = [name for name in args.explicit_flags if name.endswith("_path") and name not in others]

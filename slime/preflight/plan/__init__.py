@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import copy
 import sys
-from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.arguments.device import finalize_for_device
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.loop import refuse_impossible_loop
@@ -39,7 +39,7 @@ class Plan:
     warnings: tuple[str, ...]
 
 
-def plan(args: Namespace, *, overlap: bool | None = None) -> Plan:
+def plan(args: Args, *, overlap: bool | None = None) -> Plan:
     """Return the plan of ``args``, from ``parse_args``.
 
     ``overlap``: whether ``train_async.py`` runs it; None looks at the name of the running program. Raises ValueError
@@ -61,7 +61,7 @@ def plan(args: Namespace, *, overlap: bool | None = None) -> Plan:
     )
 
 
-def _refused_loop(args: Namespace, overlap: bool) -> tuple[str, ...]:
+def _refused_loop(args: Args, overlap: bool) -> tuple[str, ...]:
     try:
         refuse_impossible_loop(args, overlap=overlap)
     except ArgumentError as error:
@@ -69,7 +69,7 @@ def _refused_loop(args: Namespace, overlap: bool) -> tuple[str, ...]:
     return ()
 
 
-def _refused_without_gpus(args: Namespace) -> str | None:
+def _refused_without_gpus(args: Args) -> str | None:
     try:
         finalize_for_device(copy.deepcopy(args), "cpu")
     except ArgumentError as error:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 
+from slime.arguments.args import Args
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT
 from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.preflight.plan.format import count, span
@@ -74,7 +74,7 @@ class BatchPlan:
         return max(0, self.num_rollout - self.start_rollout_id)
 
 
-def batch_of(args: Namespace) -> BatchPlan:
+def batch_of(args: Args) -> BatchPlan:
     """Return the batch identity of the flags."""
     sft = args.rollout_function_path == SFT_ROLLOUT
     trains = not args.debug_rollout_only

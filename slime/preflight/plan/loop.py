@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from typing import Literal
 
+from slime.arguments.args import Args
 from slime.arguments.rules.checkpoints import first_weights, needs_reference
 from slime.arguments.rules.loop import SFT_ROLLOUT, generates_always
 from slime.preflight.plan.format import count
@@ -44,7 +44,7 @@ class LoopPlan:
     rows: tuple[tuple[str, str], ...]
 
 
-def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
+def loop_of(args: Args, *, overlap: bool = False) -> LoopPlan:
     """Return the loop that ``train.py``, or with ``overlap`` ``train_async.py``, runs."""
     kind = _kind(args, overlap)
     sentence = SENTENCES[kind]
@@ -72,7 +72,7 @@ def loop_of(args: Namespace, *, overlap: bool = False) -> LoopPlan:
     return LoopPlan(kind, tuple(rows))
 
 
-def _kind(args: Namespace, overlap: bool) -> Kind:
+def _kind(args: Args, overlap: bool) -> Kind:
     if args.serve_only:
         return "serving"
     if args.debug_rollout_only:
@@ -90,7 +90,7 @@ def _kind(args: Namespace, overlap: bool) -> Kind:
     return "asynchronous" if overlap else "synchronous"
 
 
-def _trains(args: Namespace, kind: Kind) -> str:
+def _trains(args: Args, kind: Kind) -> str:
     if kind == "evaluation only":
         return "nothing; the trainer only loads the weights that are evaluated"
     if args.loss_type != "policy_loss":
@@ -106,7 +106,7 @@ def _trains(args: Namespace, kind: Kind) -> str:
     return text
 
 
-def _weight_sync(args: Namespace, overlap: bool) -> str:
+def _weight_sync(args: Args, overlap: bool) -> str:
     what = "all weights" if args.update_weight_mode == "full" else "what changed of the weights"
     if args.update_weight_transport == "disk":
         way = f"through files in {args.update_weight_disk_dir}"
@@ -123,7 +123,7 @@ def _weight_sync(args: Namespace, overlap: bool) -> str:
     return f"{what} {way}, before the first and {when}"
 
 
-def _taking_turns(args: Namespace) -> str:
+def _taking_turns(args: Args) -> str:
     parts = []
     if args.release_train:
         parts.append("the trainers end while engines generate and start again from their checkpoint (--release-train)")
@@ -136,7 +136,7 @@ def _taking_turns(args: Namespace) -> str:
     return "; ".join(parts)
 
 
-def _evaluation(args: Namespace, kind: Kind) -> str:
+def _evaluation(args: Args, kind: Kind) -> str:
     if args.debug_train_only:
         return f"none without engines (--eval-interval {args.eval_interval})"
     sets = [
@@ -144,7 +144,7 @@ def _evaluation(args: Namespace, kind: Kind) -> str:
         for dataset in args.eval_datasets or []
     ]
     shown = ", ".join(sets[:6]) + (f" and {len(sets) - 6} more" if len(sets) > 6 else "")
-    if kind == "evaluation only":
+    if kind == "evaluation only" or args.eval_interval is None:
         return f"once: {shown}"
     when = f"after {_every(args.eval_interval, args)}"
     if kind in ("synchronous", "rollout only") and not args.skip_eval_before_train:
@@ -152,12 +152,12 @@ def _evaluation(args: Namespace, kind: Kind) -> str:
     return f"{when}: {shown}"
 
 
-def _every(interval: int, args: Namespace) -> str:
+def _every(interval: int, args: Args) -> str:
     rollouts = "every rollout" if interval == 1 else f"every {interval} rollouts"
     return rollouts if args.num_epoch is None else f"{rollouts}, every epoch"
 
 
-def _checkpoints(args: Namespace) -> str:
+def _checkpoints(args: Args) -> str:
     if args.save is None:
         return "none are written (--save)"
     if args.save_interval is None:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import json
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags, build_parser, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import args_of_group, layout_of, models_of
@@ -118,7 +118,7 @@ def capacities(gigabytes: float | None) -> dict[float, int]:
     return {gigabytes: CAPACITIES.get(gigabytes, int(gigabytes * _LEAST_USABLE * GIB))}
 
 
-def memory(args: Namespace) -> Memory:
+def memory(args: Args) -> Memory:
     """Return the estimate for ``args`` (from ``parse_args``). Raises ValueError when they do not describe the model."""
     config = checkpoint_config(args)
     if args.debug_rollout_only and args.num_layers is None and config:  # without a trainer nothing asks for model flags
@@ -142,13 +142,13 @@ def memory(args: Namespace) -> Memory:
     )
 
 
-def _of_groups(args: Namespace, shape: ModelShape, unknown: list[str]) -> Iterator[EnginesMemory]:
+def _of_groups(args: Args, shape: ModelShape, unknown: list[str]) -> Iterator[EnginesMemory]:
     """The groups of ``--sglang-config``; of a frozen model its own checkpoint counts, and one that is not there is a
     sentence in ``unknown``."""
     layout = layout_of(args)
     first = layout.rollout_offset
     for model in models_of(args) or ():
-        config = checkpoint_config(Namespace(hf_checkpoint=model.model_path))
+        config = checkpoint_config(Args(hf_checkpoint=model.model_path))
         own: ModelShape | None = shape
         if not model.update_weights:
             try:
@@ -173,10 +173,10 @@ def _shape_of_checkpoint(config: Mapping[str, Any]) -> ModelShape:
     if not config:
         raise ValueError("there is no config.json")
     values, _ = read_words(build_parser(all_flags()), describe(dict(config)).words())
-    return shape_of(Namespace(**values), config)
+    return shape_of(Args(**values), config)
 
 
-def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
+def checkpoint_config(args: Args) -> Mapping[str, Any]:
     """Return the ``config.json`` of ``--hf-checkpoint``; where that is not there, of the published model of its name.
 
     Empty when there is neither.
@@ -191,13 +191,13 @@ def checkpoint_config(args: Namespace) -> Mapping[str, Any]:
         return known_config(checkpoint) or {}
 
 
-def _has_engines(args: Namespace) -> bool:
+def _has_engines(args: Args) -> bool:
     if args.debug_train_only or args.rollout_external:
         return False
     return bool(args.rollout_num_gpus)
 
 
-def _remarks(args: Namespace, size: ModelSize, engines: Sequence[EnginesMemory]) -> list[str]:
+def _remarks(args: Args, size: ModelSize, engines: Sequence[EnginesMemory]) -> list[str]:
     found = list(size.shape.remarks)
     given = [name for name in ("only_train_params_name_list", "freeze_params_name_list") if getattr(args, name, None)]
     if given:

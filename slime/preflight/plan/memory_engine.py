@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EngineSizes
 from slime.models.facts import quantization_by_name
 from slime.models.shape import LayerKind, ModelShape
@@ -83,7 +83,7 @@ class EngineMemory:
         return self.cache_bytes(capacity) > 0 and per_group >= (self.request_tokens or 1)
 
 
-def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, Any] | None = None) -> EngineMemory:
+def engine_memory(args: Args, shape: ModelShape, hf_config: Mapping[str, Any] | None = None) -> EngineMemory:
     """Return the memory of a GPU of one engine. Raises ValueError when its sizes do not divide."""
     pp = int(args.sglang_pp_size or 1)
     dp = int(args.sglang_dp_size or 1) if args.sglang_enable_dp_attention else 1
@@ -106,7 +106,7 @@ def engine_memory(args: Namespace, shape: ModelShape, hf_config: Mapping[str, An
     )
 
 
-def _weights(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> float:
+def _weights(args: Args, shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> float:
     """Bytes of the weights on the pipeline stage that holds the most layers."""
     per_layer = {kind: _layer_bytes(args, shape, kind, sizes, layout) for kind in set(shape.kinds)}
     layers = sum(per_layer[kind] for kind in shape.kinds) * -(-shape.layers // sizes.pp) / shape.layers
@@ -122,9 +122,7 @@ def _weights(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout: Wei
     return layers + drafts + embedding + (output if shape.untied else 0)
 
 
-def _layer_bytes(
-    args: Namespace, shape: ModelShape, kind: LayerKind, sizes: EngineSizes, layout: WeightFormat
-) -> float:
+def _layer_bytes(args: Args, shape: ModelShape, kind: LayerKind, sizes: EngineSizes, layout: WeightFormat) -> float:
     total = 0.0
     for weight in layer_weights(shape, kind):
         total += weight.numel * weight.count / _shared_by(args, weight, sizes) * _weight_bytes(weight, layout)
@@ -141,7 +139,7 @@ def _layer_bytes(
     return total + key_value * layout.bytes_per_weight
 
 
-def _shared_by(args: Namespace, weight: Weight, sizes: EngineSizes) -> int:
+def _shared_by(args: Args, weight: Weight, sizes: EngineSizes) -> int:
     """Ranks that share a weight of the engine."""
     if weight.split == "none":
         return 1
@@ -162,7 +160,7 @@ def _weight_bytes(weight: Weight, layout: WeightFormat) -> float:
     return layout.bytes_per_weight
 
 
-def _kv_per_token(args: Namespace, shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> float:
+def _kv_per_token(args: Args, shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> float:
     """Bytes per token on one GPU: keys and values of its heads, or the latent that every rank holds whole."""
     cached = sum(not kind.linear for kind in shape.kinds)
     layers = -(-cached // sizes.pp) + shape.mtp
@@ -187,7 +185,7 @@ def _state_per_request(shape: ModelShape, sizes: EngineSizes, layout: WeightForm
     return int(-(-layers // sizes.pp) * (recurrent + convolution) / sizes.attention_tp)
 
 
-def _state_share(args: Namespace, shape: ModelShape) -> float:
+def _state_share(args: Args, shape: ModelShape) -> float:
     if shape.linear is None:
         return 0.0
     ratio = float(args.sglang_mamba_full_memory_ratio or 0.9)
@@ -244,7 +242,7 @@ class WeightFormat:
     known: bool = True
 
 
-def weight_format(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> WeightFormat:
+def weight_format(args: Args, hf_config: Mapping[str, Any] | None = None) -> WeightFormat:
     """Return the format of an engine's weights: ``--sglang-quantization``, or that of the checkpoint.
 
     A checkpoint says its own in ``hf_config``. Where it is not there, its name does (``Qwen3-4B-FP8``), or that of the

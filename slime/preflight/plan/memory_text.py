@@ -6,9 +6,9 @@ import os
 import shutil
 import subprocess
 import textwrap
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 
+from slime.arguments.args import Args
 from slime.arguments.rules.checkpoints import needs_reference
 from slime.preflight.plan.memory import GIB, EnginesMemory, Memory, capacities, memory
 from slime.preflight.plan.memory_trainer import (
@@ -26,7 +26,7 @@ SMI_DEADLINE_S = 30.0
 TIGHT = 0.9  # beyond this part of a GPU, fragmentation decides
 
 
-def memory_text(args: Namespace) -> str:
+def memory_text(args: Args) -> str:
     """Return the table, indented by two columns, at most 100 columns wide, or a sentence without a model."""
     try:
         found = memory(args)
@@ -51,7 +51,7 @@ def memory_text(args: Namespace) -> str:
     return "\n".join(f"  {line}".rstrip() for line in lines).replace("\xa0", " ")
 
 
-def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> list[str]:
+def _trainer_lines(args: Args, size: ModelSize, trainer: TrainerMemory) -> list[str]:
     parallel, rank = size.parallel, size.ranks[trainer.stage]
     sizes = f"tensor {parallel.tp}, pipeline {parallel.pp}, context {parallel.cp}, data {parallel.dp}"
     if size.shape.experts:
@@ -86,7 +86,7 @@ def _trainer_lines(args: Namespace, size: ModelSize, trainer: TrainerMemory) -> 
     return lines
 
 
-def _host_copies(args: Namespace, trainer: TrainerMemory) -> str:
+def _host_copies(args: Args, trainer: TrainerMemory) -> str:
     """Say what of this GPU is kept in the host's memory."""
     what = []
     if trainer.offloaded:
@@ -134,7 +134,7 @@ def misfit(found: Memory, gigabytes: float, capacity: int) -> str | None:
     return f"on GPUs of {gigabytes:g} GB {'; '.join(problems)} GiB" if problems else None
 
 
-def fit_sentence(args: Namespace, found: Memory) -> tuple[bool, str]:
+def fit_sentence(args: Args, found: Memory) -> tuple[bool, str]:
     """Return whether the run fits on the GPUs of ``--gpu-memory-gb``, else on any GPU of the table, and a sentence."""
     sizes = capacities(args.gpu_memory_gb)
     problems = {gigabytes: misfit(found, gigabytes, capacity) for gigabytes, capacity in sizes.items()}
@@ -150,7 +150,7 @@ def fit_sentence(args: Namespace, found: Memory) -> tuple[bool, str]:
     )
 
 
-def warning_of_this_machine(args: Namespace) -> str | None:
+def warning_of_this_machine(args: Args) -> str | None:
     """Return what does not fit on the GPUs of this machine, or of ``--gpu-memory-gb``, before a run fills them.
 
     None where everything fits, without an estimate, where nvidia-smi is not there to say what a GPU has, and where the

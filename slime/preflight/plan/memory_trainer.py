@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from slime.arguments.args import Args
 from slime.arguments.rules.checkpoints import needs_reference, needs_teacher
 from slime.models.shape import Experts, Latent, LayerKind, LinearAttention, ModelShape
 from slime.preflight.plan.model_size import Chunk, ModelSize, Parallel, RankSize
@@ -69,17 +69,17 @@ class TrainerMemory:
         return max(self.step, self.sending)
 
 
-def trainer_memory(args: Namespace, size: ModelSize) -> tuple[TrainerMemory, ...]:
+def trainer_memory(args: Args, size: ModelSize) -> tuple[TrainerMemory, ...]:
     """Return the memory of a GPU of every pipeline stage."""
     return tuple(_stage_memory(args, size, rank) for rank in size.ranks)
 
 
-def element_size(args: Namespace) -> int:
+def element_size(args: Args) -> int:
     """Return the bytes of a parameter on GPUs: bf16, unless ``--fp16`` or ``--fp32`` is given."""
     return 4 if args.fp32 else 2
 
 
-def longest_sample(args: Namespace) -> int | None:
+def longest_sample(args: Args) -> int | None:
     """Return the tokens of the longest sample that the flags allow, None when they do not say."""
     context = args.rollout_max_context_len
     response = args.rollout_max_response_len
@@ -88,7 +88,7 @@ def longest_sample(args: Namespace) -> int | None:
     return None if response is None else int(response) + int(args.rollout_max_prompt_len or 0)
 
 
-def micro_batch_tokens(args: Namespace, parallel: Parallel) -> int:
+def micro_batch_tokens(args: Args, parallel: Parallel) -> int:
     """Return the tokens of the longest micro-batch on one rank, padded as the trainer pads them.
 
     With dynamic batches that is ``--max-tokens-per-gpu``, or the longest sample where that is longer; otherwise
@@ -103,7 +103,7 @@ def micro_batch_tokens(args: Namespace, parallel: Parallel) -> int:
     return -(-total // (parallel.cp * alignment)) * alignment
 
 
-def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMemory:
+def _stage_memory(args: Args, size: ModelSize, rank: RankSize) -> TrainerMemory:
     element, parallel = element_size(args), size.parallel
     tokens = micro_batch_tokens(args, parallel)
     kept = kept_of(args, element)
@@ -141,7 +141,7 @@ def _stage_memory(args: Namespace, size: ModelSize, rank: RankSize) -> TrainerMe
     )
 
 
-def _weights_alone(args: Namespace, stage: int, parameters: int, transfer: int) -> TrainerMemory:
+def _weights_alone(args: Args, stage: int, parameters: int, transfer: int) -> TrainerMemory:
     """Return the memory of a trainer whose weights are evaluated and not trained."""
     return TrainerMemory(
         stage=stage,
@@ -159,7 +159,7 @@ def _weights_alone(args: Namespace, stage: int, parameters: int, transfer: int) 
     )
 
 
-def _trained(args: Namespace, size: ModelSize, rank: RankSize) -> tuple[RankSize, int]:
+def _trained(args: Args, size: ModelSize, rank: RankSize) -> tuple[RankSize, int]:
     """Return the sizes of what is trained, and how many parameters are not: those below the adapters."""
     if not args.lora_rank:
         return rank, 0
@@ -167,26 +167,26 @@ def _trained(args: Namespace, size: ModelSize, rank: RankSize) -> tuple[RankSize
     return replace(rank, dense=dense, expert=expert, dense_buffer=dense, expert_buffer=expert), rank.total
 
 
-def gradient_size(args: Namespace) -> int:
+def gradient_size(args: Args) -> int:
     """Return the bytes of a gradient: fp32, but for fp16 and ``--grad-reduce-in-bf16``."""
     asked = args.accumulate_allreduce_grads_in_fp32
     bf16 = not args.fp16 and not args.grad_reduce_in_bf16
     return 4 if asked or bf16 else element_size(args)
 
 
-def state_bytes(args: Namespace) -> float:
+def state_bytes(args: Args) -> float:
     """Return the bytes of optimizer state per parameter on the GPU."""
     return _state_size(args) * (1 - _offloaded(args))
 
 
-def _offloaded(args: Namespace) -> float:
+def _offloaded(args: Args) -> float:
     """The part of the optimizer state that is in the host's memory."""
     if not args.optimizer_cpu_offload:
         return 0.0
     return float(args.optimizer_offload_fraction or 0)
 
 
-def _state_size(args: Namespace) -> float:
+def _state_size(args: Args) -> float:
     """Bytes of optimizer state per parameter, on the GPU or the host.
 
     Adam keeps two moments in fp32 and, for 16-bit parameters, an fp32 copy of them: K = 12 of Rajbhandari et al. 2020,
@@ -208,12 +208,12 @@ def _state_size(args: Namespace) -> float:
     return copy + moments
 
 
-def _dtype_bytes(args: Namespace, name: str) -> float:
+def _dtype_bytes(args: Args, name: str) -> float:
     value = str(getattr(args, name, None) or "fp32").removeprefix("torch.")
     return float(DTYPE_BYTES.get(value, 4))
 
 
-def _shard(args: Namespace, rank: RankSize, parallel: Parallel) -> int:
+def _shard(args: Args, rank: RankSize, parallel: Parallel) -> int:
     """Parameters whose optimizer state one rank has."""
     sharded = args.use_distributed_optimizer is not False
     instances = int(args.num_distributed_optimizer_instances or 1)
@@ -222,7 +222,7 @@ def _shard(args: Namespace, rank: RankSize, parallel: Parallel) -> int:
     return -(-rank.dense_buffer // dense) + -(-rank.expert_buffer // expert)
 
 
-def _embedding_copy(args: Namespace, size: ModelSize, rank: RankSize) -> int:
+def _embedding_copy(args: Args, size: ModelSize, rank: RankSize) -> int:
     """Return the parameters of the embedding that the last stage copies for its MTP layers."""
     predicts = any(chunk.mtp for chunk in rank.chunks) and args.enable_mtp_training
     if not predicts or not size.shape.untied or size.parallel.pp == 1:
@@ -230,7 +230,7 @@ def _embedding_copy(args: Namespace, size: ModelSize, rank: RankSize) -> int:
     return size.shape.vocab // size.parallel.tp * size.shape.hidden
 
 
-def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:
+def _in_flight(args: Args, parallel: Parallel, stage: int) -> list[int]:
     """Return for every chunk of the stage how many micro-batches it holds at the most, as Megatron schedules them.
 
     One forward, one backward: stage p of n holds n - p micro-batches, the first the most (Narayanan et al. 2021,
@@ -249,14 +249,14 @@ def _in_flight(args: Namespace, parallel: Parallel, stage: int) -> list[int]:
     return held
 
 
-def _micro_batches(args: Namespace, parallel: Parallel) -> int | None:
+def _micro_batches(args: Args, parallel: Parallel) -> int | None:
     """Return the micro-batches of a step per rank; None where their number depends on the lengths."""
     if args.use_dynamic_batch_size or not args.global_batch_size:
         return None
     return max(1, int(args.global_batch_size) // (parallel.dp * int(args.micro_batch_size or 1)))
 
 
-def _activations(args: Namespace, size: ModelSize, rank: RankSize, tokens: int, kept: Kept) -> tuple[int, int]:
+def _activations(args: Args, size: ModelSize, rank: RankSize, tokens: int, kept: Kept) -> tuple[int, int]:
     """Return (bytes kept from forward to backward, bytes on top while one layer or block runs backward)."""
     held, on_top = 0.0, 0.0
     for chunk, count in zip(rank.chunks, _in_flight(args, size.parallel, rank.stage), strict=True):
@@ -289,7 +289,7 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
     return ends + -(-len(full) // kept.block) * one_input, again + working
 
 
-def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
+def _logits(args: Args, size: ModelSize, tokens: int, element: int) -> int:
     """Return the bytes of the last stage's logits, with their gradient, and a chunk of log-probs at a time in fp32.
 
     They are divided over the tensor-parallel ranks, and stay in the parameters' dtype with their gradient in the same
@@ -304,7 +304,7 @@ def _logits(args: Namespace, size: ModelSize, tokens: int, element: int) -> int:
     return columns * (per_logit * tokens + own + FP32 * LOG_PROB_BUFFERS * chunk)
 
 
-def overwrites_logits(args: Namespace) -> bool:
+def overwrites_logits(args: Args) -> bool:
     """Return whether the gradient takes the place of the logits, both in the parameters' dtype.
 
     A custom loss and top-p replay may need both, and get them in fp32.
@@ -313,7 +313,7 @@ def overwrites_logits(args: Namespace) -> bool:
     return own_loss and args.rollout_top_p == 1.0
 
 
-def _transfer(args: Namespace, size: ModelSize, element: int) -> int:
+def _transfer(args: Args, size: ModelSize, element: int) -> int:
     """Return the bytes of a weight update: a bucket of whole tensors, and the flat copy that is sent."""
     if args.debug_train_only:
         return 0
@@ -354,7 +354,7 @@ class Kept:
     dropout: bool = False
 
 
-def kept_of(args: Namespace, element: int) -> Kept:
+def kept_of(args: Args, element: int) -> Kept:
     """Return how ``args`` keep activations."""
     selective = args.recompute_granularity == "selective"
     modules = set(args.recompute_modules or ["core_attn"]) if selective else set()
@@ -505,7 +505,7 @@ class _Projection(NamedTuple):
     expert: bool = False
 
 
-def adapter_parameters(args: Namespace, shape: ModelShape, rank: RankSize, parallel: Parallel) -> tuple[int, int]:
+def adapter_parameters(args: Args, shape: ModelShape, rank: RankSize, parallel: Parallel) -> tuple[int, int]:
     """Return ``(dense, expert)``: the parameters of adapters on one rank, those of routed experts apart.
 
     Projections by the names that most families have; a family that stores gate and up projection

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slime.arguments.args import Args
 from slime.models.shape import LayerKind, ModelShape, shape_of
 from slime.preflight.plan.placement import TrainerRanks, unchecked_ranks_of
 
@@ -49,7 +49,7 @@ class Chunk:
     mtp: int = 0
 
 
-def parallel_of(args: Namespace) -> Parallel:
+def parallel_of(args: Args) -> Parallel:
     """Return the parallel sizes that ``args`` ask for."""
     ranks, layout = unchecked_ranks_of(args), args.pipeline_model_parallel_layout
     return Parallel(
@@ -59,7 +59,7 @@ def parallel_of(args: Namespace) -> Parallel:
     )
 
 
-def pipeline_chunks(args: Namespace, layers: int, mtp: int, parallel: Parallel) -> tuple[tuple[Chunk, ...], ...]:
+def pipeline_chunks(args: Args, layers: int, mtp: int, parallel: Parallel) -> tuple[tuple[Chunk, ...], ...]:
     """Return the chunks of every pipeline rank: ``[pp][vpp]``.
 
     As Megatron: layers run through the ranks chunk after chunk; the first and the last rank may have a number of
@@ -84,7 +84,7 @@ def pipeline_chunks(args: Namespace, layers: int, mtp: int, parallel: Parallel) 
     return tuple(tuple(chunks[rank :: parallel.pp]) for rank in range(parallel.pp))
 
 
-def _layers_per_rank(args: Namespace, layers: int, pp: int) -> list[int]:
+def _layers_per_rank(args: Args, layers: int, pp: int) -> list[int]:
     """Return the layers of each pipeline rank, where embedding and loss may stand for one."""
     first = args.decoder_first_pipeline_num_layers
     last = args.decoder_last_pipeline_num_layers
@@ -101,7 +101,7 @@ def _layers_per_rank(args: Namespace, layers: int, pp: int) -> list[int]:
     return counts
 
 
-def _even_stages(args: Namespace, counts: list[int], vpp: int, mtp: int) -> list[str]:
+def _even_stages(args: Args, counts: list[int], vpp: int, mtp: int) -> list[str]:
     """Return the chunks in the order of the layers, in the letters of a layout string."""
     stages = ["t" * (count // vpp) for _ in range(vpp) for count in counts]
     if args.account_for_embedding_in_pipeline_split:
@@ -344,7 +344,7 @@ class ModelSize:
     ranks: tuple[RankSize, ...]
 
 
-def model_size(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelSize:
+def model_size(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSize:
     """Count the parameters of the model that ``args`` describe; for ``hf_config`` see ``shape_of``.
 
     Raises ValueError when the model is not described or its layers do not fit the pipeline.

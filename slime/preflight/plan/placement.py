@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from slime.arguments.args import Args
 from slime.arguments.placement import (
     EnginePlan,
     EngineSizes,
@@ -65,7 +65,7 @@ class Placement:
         return range(found[0], found[-1] + 1)
 
 
-def placement_of(args: Namespace) -> Placement:
+def placement_of(args: Args) -> Placement:
     """Return where the flags put every process. Raises ValueError where engines or ranks do not fit their slots."""
     layout = layout_of(args)
     nodes = nodes_of(args, layout)
@@ -85,7 +85,7 @@ def placement_of(args: Namespace) -> Placement:
     )
 
 
-def _kind(args: Namespace, layout: Layout) -> Kind:
+def _kind(args: Args, layout: Layout) -> Kind:
     if layout.slots == 0 and not args.rollout_external:
         return "no slots"
     if args.debug_train_only:
@@ -97,7 +97,7 @@ def _kind(args: Namespace, layout: Layout) -> Kind:
     return "colocated" if args.colocate else "side by side"
 
 
-def _routers(args: Namespace) -> list[Router]:
+def _routers(args: Args) -> list[Router]:
     if args.debug_train_only:
         return []
     names = [model.name for model in models_of(args) or ()] or ["default"]
@@ -176,7 +176,7 @@ class TrainerRanks:
         return (*order[:2], order[3], order[2]) if self.pipeline_before_data else order
 
 
-def ranks_of(args: Namespace) -> TrainerRanks:
+def ranks_of(args: Args) -> TrainerRanks:
     """Return the trainer's ranks. Raises ValueError where the sizes do not divide the training slots."""
     slots, found = args.actor_num_nodes * args.actor_num_gpus_per_node, unchecked_ranks_of(args)
     tp, pp, cp, etp, ep = found.tp, found.pp, found.cp, found.etp, found.ep
@@ -189,7 +189,7 @@ def ranks_of(args: Namespace) -> TrainerRanks:
     return found
 
 
-def unchecked_ranks_of(args: Namespace) -> TrainerRanks:
+def unchecked_ranks_of(args: Args) -> TrainerRanks:
     """Return the trainer's ranks, at least one data-parallel one, whether or not they fill the training slots."""
     tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
     return TrainerRanks(

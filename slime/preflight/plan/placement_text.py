@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, EngineSizes
 from slime.preflight.plan.format import bullets, count, span, table, wrapped
 from slime.preflight.plan.placement import DENSE, NAMES, Kind, Placement, TrainerRanks
@@ -15,7 +15,7 @@ FEW_RANKS, FEW_ENGINES = 16, 8
 """So many are listed one by one."""
 
 
-def placement_lines(placement: Placement, args: Namespace) -> list[str]:
+def placement_lines(placement: Placement, args: Args) -> list[str]:
     """The section of the page."""
     lines = wrapped(_summary(placement), "  ", "  ")
     if placement.nodes:
@@ -119,7 +119,7 @@ def _engines_here(engines: list[EnginePlan]) -> str:
     return "; ".join(kinds)
 
 
-def _process_table(placement: Placement, args: Namespace) -> list[str]:
+def _process_table(placement: Placement, args: Args) -> list[str]:
     driver, manager = ("driver", "1", "where it is started", "-"), ("1", "chosen by Ray", "-")
     rows: list[tuple[str, str, str, str, str]] = [
         (*driver, "shows the engines" if args.serve_only else "the loop"),
@@ -240,7 +240,7 @@ def _engine_table(placement: Placement) -> list[str]:
     return table([head[i] for i in keep], [[row[i] for i in keep] for row in rows])
 
 
-def _notes(placement: Placement, args: Namespace) -> list[str]:
+def _notes(placement: Placement, args: Args) -> list[str]:
     notes = [_about_nodes(placement, args)] if placement.nodes else []
     if len(placement.nodes) > 1 and not (args.ray_address or os.environ.get("RAY_ADDRESS")):
         notes.append(
@@ -265,7 +265,7 @@ def split_warnings(placement: Placement) -> list[str]:
     ]
 
 
-def _about_nodes(placement: Placement, args: Namespace) -> str:
+def _about_nodes(placement: Placement, args: Args) -> str:
     taken = f"Nodes are taken to have {args.num_gpus_per_node} slots (--num-gpus-per-node)"
     if args.actor_num_gpus_per_node > args.num_gpus_per_node and placement.trainer is not None:
         taken += f", those to train on {args.actor_num_gpus_per_node} (--actor-num-gpus-per-node)"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
 from slime.arguments.files.run_config import OWN_FLAGS
 from slime.arguments.flag import Flag
@@ -29,7 +29,7 @@ NO_BREAK = "\u00a0"
 LONG = 48
 
 
-def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
+def plan_text(args: Args, *, overlap: bool | None = None) -> str:
     """Return the page; in full the configuration comes first, so that the end of a terminal shows what matters.
 
     ``overlap``: see ``plan``.
@@ -40,7 +40,7 @@ def plan_text(args: Namespace, *, overlap: bool | None = None) -> str:
     return "\n".join([head, to_yaml(args), "-" * WIDTH, "", summary_text(args, overlap=overlap)])
 
 
-def summary_text(args: Namespace, *, overlap: bool | None = None) -> str:
+def summary_text(args: Args, *, overlap: bool | None = None) -> str:
     """Return the page without the configuration: the plan, in full also what was given and derived."""
     planned = plan(args, overlap=overlap)
     lines: list[str] = []
@@ -50,7 +50,7 @@ def summary_text(args: Namespace, *, overlap: bool | None = None) -> str:
     return "\n".join([*lines, *verdict(args, planned)])
 
 
-def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
+def sections(args: Args, planned: Plan) -> list[tuple[str, list[str]]]:
     """Return the titles and lines of the summary; what there is nothing to say about is left out."""
     found = [
         ("Given", given_lines(args)),
@@ -66,7 +66,7 @@ def sections(args: Namespace, planned: Plan) -> list[tuple[str, list[str]]]:
     return [(title, body) for title, body in found if body]
 
 
-def verdict(args: Namespace, planned: Plan) -> list[str]:
+def verdict(args: Args, planned: Plan) -> list[str]:
     """Return what a real run would do with this command line, and on which GPUs it fits by the estimate."""
     lines: list[str] = []
     if planned.refused_without_gpus is not None:
@@ -95,7 +95,7 @@ def _merged(sentences: Sequence[str]) -> list[str]:
     ]
 
 
-def given_lines(args: Namespace) -> list[str]:
+def given_lines(args: Args) -> list[str]:
     """The flags that were given, by group, with the values that were given."""
     values = {**vars(args), **args.replaced_values}
     groups: dict[str, list[str]] = {}
@@ -105,7 +105,7 @@ def given_lines(args: Namespace) -> list[str]:
     return _wrapped(list(groups.items()))
 
 
-def derived_lines(args: Namespace) -> list[str]:
+def derived_lines(args: Args) -> list[str]:
     """The flags whose value is neither the default nor what was given, and the trainer's sizes.
 
     Model flags taken from the checkpoint's config have a section of their own.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.ports import reserve_ports
 from slime.ray.actors import worker
@@ -25,7 +25,7 @@ STOP_GRACE_S = 1.0
 class EngineActor:
     """Starts, watches and stops one engine process on the node where Ray put this actor."""
 
-    def __init__(self, args: Namespace, rank: int, node_rank: int) -> None:
+    def __init__(self, args: Args, rank: int, node_rank: int) -> None:
         name = f"engine_{rank}" + (f"_node{node_rank}" if node_rank else "")
         worker.begin(args, f"{name}_actor")
         self._log = worker.log_path(args, name)
@@ -69,7 +69,9 @@ class EngineActor:
         """Bring ``--update-weight-local-checkpoint-dir`` of this host to a version of the weights; return its path."""
         pull = host_copy.pull if self.args.update_weight_mode == "delta" else versions.pull
         hook = find_hook(self.args, "sglang_custom_pull_weights_pre_read_hook")
-        return str(pull(directory, self.args.update_weight_local_checkpoint_dir, hook))
+        local = self.args.update_weight_local_checkpoint_dir
+        assert local is not None, "weights are pulled to --update-weight-local-checkpoint-dir alone"
+        return str(pull(directory, local, hook))
 
     def poll(self) -> str | None:
         """Return None while the engine runs, else what ended it with its last log lines."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import ray
 
+from slime.arguments.args import Args
 from slime.backends.sglang_utils.environment import MEETING, Scratch
 from slime.observability import tracking
 from slime.observability.logging_utils import log
@@ -38,7 +38,7 @@ class TrainRayActor:
     Heavy packages are imported by methods, not by the module: the driver, which names the class, starts without them.
     """
 
-    def __init__(self, args: Namespace, role: str, rank: int, world_size: int, share_all_cores: bool = False) -> None:
+    def __init__(self, args: Args, role: str, rank: int, world_size: int, share_all_cores: bool = False) -> None:
         self.log_path = worker.begin(args, f"{role}_rank{rank}")
         self.args, self.role, self.rank, self.world_size = args, role, rank, world_size
         self._share_all_cores = share_all_cores

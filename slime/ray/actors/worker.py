@@ -6,9 +6,9 @@ import faulthandler
 import logging
 import os
 import sys
-from argparse import Namespace
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.observability.best_effort import output
 from slime.observability.logging_utils import MaskingFormatter, configure_logger, init_tracking
 from slime.observability.run_dir import log_path
@@ -29,7 +29,7 @@ class _ForDriver(logging.Filter):
         return record.levelno >= logging.WARNING or record.name in TO_DRIVER
 
 
-def begin(args: Namespace, component: str) -> Path:
+def begin(args: Args, component: str) -> Path:
     """Make this actor process part of the run and return its log file, ``<run_dir>/logs/<component>.log``.
 
     Everything the process and its libraries print goes there, C++ output included; warnings and progress also reach

@@ -9,10 +9,10 @@ or from the weights it started from.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.backends.megatron_utils.checkpoints.directory import find_checkpoint, is_megatron_checkpoint, iteration_dir
 from slime.observability.timer import timer
@@ -40,7 +40,7 @@ class CriticStep:
     it count: that is the critic's while the actor is not trained yet.
     """
 
-    def __init__(self, args: Namespace, critic: CriticGroup, save_prompts: Callable[[int], None]) -> None:
+    def __init__(self, args: Args, critic: CriticGroup, save_prompts: Callable[[int], None]) -> None:
         self.args, self.critic, self._save_prompts = args, critic, save_prompts
 
     def critic_only(self, rollout_id: int) -> bool:
@@ -74,7 +74,7 @@ class CriticStep:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
+def agree_on_resume_step(actor: Args, critic: Args) -> None:
     """Set ``ckpt_step`` (or take ``load`` away from the critic) so that both resume after the same rollout.
 
     Both are arguments of roles. Raises ArgumentError where there is no such rollout. What was asked for by
@@ -118,7 +118,7 @@ def agree_on_resume_step(actor: Namespace, critic: Namespace) -> None:
         actor.ckpt_step = actor_step
 
 
-def first_rollout(args: Namespace, actor_start: int, critic_start: int) -> int:
+def first_rollout(args: Args, actor_start: int, critic_start: int) -> int:
     """Return the first rollout of the run from those that actor and critic loaded; RuntimeError where they disagree."""
     trained_alone = actor_start < critic_start <= args.num_critic_only_steps
     if actor_start != critic_start and not trained_alone:
@@ -129,21 +129,19 @@ def first_rollout(args: Namespace, actor_start: int, critic_start: int) -> int:
     return critic_start
 
 
-def _asks_for_step(role: Namespace) -> bool:
+def _asks_for_step(role: Args) -> bool:
     """Whether ``--ckpt-step`` selects where a role resumes; in a fresh start it selects the first weights."""
     return role.ckpt_step is not None and not role.finetune
 
 
-def _last(args: Namespace) -> int | None:
+def _last(args: Args) -> int | None:
     """The iteration that a role would resume from, None where it starts with rollout 0."""
     if not is_megatron_checkpoint(args.load) or args.finetune:
         return None
     return find_checkpoint(args.load, args.ckpt_step)[1]
 
 
-def _last_of_both(
-    actor: Namespace, critic: Namespace, actor_last: int | None, critic_last: int
-) -> tuple[int | None, int] | None:
+def _last_of_both(actor: Args, critic: Args, actor_last: int | None, critic_last: int) -> tuple[int | None, int] | None:
     """The last rollout that the run can resume after, as the checkpoints of actor and critic; None without any.
 
     The actor's is of the same rollout, or of an earlier one when the critic alone is trained on the critic's; None

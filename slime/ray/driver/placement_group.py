@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeAlias
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, Layout, engines_of, engines_split_across_nodes, layout_of, spare_slots
 from slime.arguments.rules.checkpoints import needs_reference
 from slime.arguments.rules.roles import ACTOR, CRITIC, role_args
@@ -51,7 +51,7 @@ class PlacementError(RuntimeError):
     """The cluster did not give the run its slots in time."""
 
 
-def create_placement_groups(args: Namespace) -> dict[str, Slots]:
+def create_placement_groups(args: Args) -> dict[str, Slots]:
     """Reserve the slots of the run; return those of ``actor``, ``critic`` and ``rollout``.
 
     Connects to Ray first unless that has been done. Slots are ordered by node address and GPU, so that consecutive
@@ -72,7 +72,7 @@ def create_placement_groups(args: Namespace) -> dict[str, Slots]:
     return {"actor": trainer, "critic": trainer, "rollout": rollout}
 
 
-def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
+def create_rollout_manager(args: Args, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
     """Start the rollout manager, which starts engines and router in the background.
 
     With ``--offload-rollout`` the engines have given their memory back when this returns, so that trainers find it.
@@ -119,7 +119,7 @@ def create_rollout_manager(args: Namespace, pg: Slots, wandb_run_id: str | None 
     return ManagerAndEpoch((manager, per_epoch))
 
 
-def launch_training_models(args: Namespace, pgs: dict[str, Slots]) -> TrainGroups:
+def launch_training_models(args: Args, pgs: dict[str, Slots]) -> TrainGroups:
     """Start the trainers' processes, without waiting: they import their packages while the rest of the run starts."""
     if args.debug_rollout_only:
         return None, None
@@ -137,7 +137,7 @@ def launch_training_models(args: Namespace, pgs: dict[str, Slots]) -> TrainGroup
 
 
 def create_training_models(
-    args: Namespace,
+    args: Args,
     pgs: dict[str, Slots],
     rollout_manager: Any,
     wandb_run_id: str | None = None,
@@ -159,7 +159,7 @@ def create_training_models(
     state: list[str] = []
     if actor is not None and critic is not None:
         start = _create_actor_and_critic(args, actor, critic, rollout_manager)
-        if args.continues_own_checkpoints:
+        if args.continues_own_checkpoints and args.save is not None:
             state = [args.save]  # while only the critic is trained, --load has become where the actor's weights are
     elif actor is not None:
         start = actor.create(rollout_manager)
@@ -180,7 +180,7 @@ def create_training_models(
     return actor, critic
 
 
-def _create_actor_and_critic(args: Namespace, actor: RayTrainGroup, critic: RayTrainGroup, rollout_manager: Any) -> int:
+def _create_actor_and_critic(args: Args, actor: RayTrainGroup, critic: RayTrainGroup, rollout_manager: Any) -> int:
     """Create both; return the first rollout: the one after which both were saved, plus one. The critic is offloaded."""
     critic_start = critic.create(rollout_manager)
     critic.offload()
@@ -202,7 +202,7 @@ def _last_records(actors: Sequence[Any]) -> list[tracking.Record]:
 
 
 def allocate_train_group(
-    args: Namespace,
+    args: Args,
     num_nodes: int,
     num_gpus_per_node: int,
     pg: Slots,
@@ -224,19 +224,19 @@ def allocate_train_group(
     )
 
 
-def create_actor_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:
+def create_actor_group(args: Args, pg: Slots, wandb_run_id: str | None = None) -> RayTrainGroup:
     """Return the actor's group, not started; of drivers older than ``create_training_models``."""
     warn_moved(f"{__name__}.create_actor_group", f"{__name__}.create_training_models(args, pgs, rollout_manager)")
     return allocate_train_group(args, args.actor_num_nodes, args.actor_num_gpus_per_node, pg, wandb_run_id=wandb_run_id)
 
 
-def create_rollout_group(args: Namespace, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
+def create_rollout_group(args: Args, pg: Slots, wandb_run_id: str | None = None) -> ManagerAndEpoch:
     """Start the rollout manager; of drivers older than ``create_rollout_manager``, which call it through the result."""
     warn_moved(f"{__name__}.create_rollout_group", f"{__name__}.create_rollout_manager(args, pg)")
     return create_rollout_manager(args, pg, wandb_run_id)
 
 
-def _reserve(args: Namespace, layout: Layout) -> Slots:
+def _reserve(args: Args, layout: Layout) -> Slots:
     here = cluster.current()
     totals = ray.cluster_resources()
     if here.own:  # it does not grow: waiting for more than it has would be waiting for the deadline

@@ -6,12 +6,12 @@ import contextlib
 import signal
 import sys
 import threading
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from slime.arguments import ArgumentError
+from slime.arguments.args import Args
 from slime.observability.logging_utils import configure_logger
 from slime.ray.remote import RemoteFailure, clean_traceback, one_line_kind
 from slime.utils import shared_memory
@@ -44,7 +44,7 @@ class _Sigterm:
 _sigterm = _Sigterm()
 
 
-def run_as_program(args: Namespace, body: Callable[[], None]) -> int:
+def run_as_program(args: Args, body: Callable[[], None]) -> int:
     """Run ``body`` and return the exit code: 0 success, 1 failure, 2 wrong flags, 130 Ctrl-C, 143 SIGTERM.
 
     The cause of a failure is printed last; the full traceback is in ``<run_dir>/logs/failure.txt``.
@@ -76,7 +76,7 @@ def handle_sigterm() -> None:
         signal.signal(signal.SIGTERM, _sigterm)
 
 
-def _report_failure(args: Namespace, error: Exception) -> None:
+def _report_failure(args: Args, error: Exception) -> None:
     details = error.details if isinstance(error, RemoteFailure) and error.details else clean_traceback(error)
     details = mask_text(details)
     message = mask_text(one_line_kind(error))
@@ -92,7 +92,7 @@ def _report_failure(args: Namespace, error: Exception) -> None:
     _say(f"error: {message}{where}")
 
 
-def _keep_details(args: Namespace, text: str) -> str:
+def _keep_details(args: Args, text: str) -> str:
     """Write ``text`` to the run directory; return what to say about it."""
     if not args.run_dir:
         return ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.arguments.args import Args
 from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.observability import tracking
 from slime.ray.manager.engines import canary
@@ -29,7 +29,7 @@ class RolloutHandle:
     new ones wait for weights (``--use-fault-tolerance``).
     """
 
-    def __init__(self, args: Namespace, manager: Any) -> None:
+    def __init__(self, args: Args, manager: Any) -> None:
         self.args, self.manager = args, manager
         self.supply_weights: Callable[[], None] | None = None
         self._weights_needed: Any = None

@@ -6,12 +6,12 @@ import contextlib
 import json
 import logging
 import os
-from argparse import Namespace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import ray
 
+from slime.arguments.args import Args
 from slime.observability import run_dir
 from slime.observability.best_effort import Files
 from slime.observability.progress import Starting
@@ -39,7 +39,7 @@ class ServingManager(EngineControl):
     When a model is left without engines for good, or a router is, ``wait_for_failure`` raises ``EngineDied``.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         worker.begin(args, "serving")
         super().__init__(args)
 
@@ -65,7 +65,7 @@ class ServingManager(EngineControl):
             self.fleet.stop()
 
 
-def serve(args: Namespace) -> NoReturn:
+def serve(args: Args) -> NoReturn:
     """Start the deployment that ``args`` describe, show it, and keep it running until a signal ends it.
 
     SIGTERM and Ctrl-C drain it: engines are taken off their routers and get ``--drain-timeout`` seconds for the

@@ -8,13 +8,13 @@ import logging
 import os
 import shutil
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from slime.arguments.args import Args
 from slime.arguments.rules.loop import generates_always
 from slime.arguments.rules.roles import role_args
 from slime.backends.megatron_utils.checkpoints.directory import iteration_dir
@@ -48,7 +48,7 @@ class RayTrainGroup:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         num_nodes: int,
         num_gpus_per_node: int,
         pg: tuple[Any, list[int], list[int]],
@@ -289,7 +289,7 @@ class RayTrainGroup:
 
     # What training loops of slime 0.1 call: they wait with ``ray.get`` for lists, which are empty here when all is done
 
-    def async_init(self, args: Namespace, role: str, with_ref: bool = False) -> list[Any]:
+    def async_init(self, args: Args, role: str, with_ref: bool = False) -> list[Any]:
         """Start ranks that play ``role`` and load their weights; each answers with the first rollout id.
 
         With ``--offload-train`` they are offloaded afterwards, as after ``create_training_models``.
@@ -391,12 +391,12 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def resume_args(args: Namespace, saved: int | None) -> Namespace:
+def resume_args(args: Args, saved: int | None) -> Args:
     """Return the arguments of restarted trainers: those of the start until the run has saved, then its checkpoint.
 
     ``--ckpt-step``, ``--finetune``, ``--no-load-optim`` and ``--no-load-rng`` are about the start of the run.
     """
-    if saved is None:
+    if saved is None or args.save is None:
         return args
     resumed = copy.copy(args)
     resumed.load, resumed.ckpt_step = args.save, saved
@@ -410,7 +410,7 @@ class TransientCheckpoints:
     One after which ``--ref-update-interval`` refreshed the reference is kept: it is loaded again.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self._transient: int | None = None
 
@@ -420,7 +420,7 @@ class TransientCheckpoints:
         interval = self.args.ref_update_interval
         if not due and not (interval and (rollout_id + 1) % interval == 0):
             self._transient = rollout_id
-        if before is not None and before != rollout_id:
+        if self.args.save is not None and before is not None and before != rollout_id:
             try:
                 shutil.rmtree(iteration_dir(self.args.save, before))
             except OSError as e:

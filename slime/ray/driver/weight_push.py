@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from slime.arguments.args import Args
 from slime.ray.remote import RemoteFailure
 from slime.servers.types import EngineInfo
 from slime.weights import versions
@@ -22,7 +22,7 @@ NOTE_DEADLINE_S = 900.0
 class Trainers(Protocol):
     """The ranks whose weights are pushed, with their way to the rollout manager (``RayTrainGroup``)."""
 
-    args: Namespace
+    args: Args
 
     def call_ranks(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]: ...
 
@@ -40,7 +40,7 @@ class WeightPush:
     because of an engine is repeated without it. Engines that were new get requests when all have the version.
     """
 
-    def __init__(self, args: Namespace, trainers: Trainers) -> None:
+    def __init__(self, args: Args, trainers: Trainers) -> None:
         self._trainers = trainers
         self.files = WeightFiles(args, self._publish, self._load)
         self._reported_step: int | None = None
@@ -131,7 +131,7 @@ class WeightFiles:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         publish: Callable[[int, Sequence[EngineInfo], int | None], str],
         load: Callable[[str, int, bool], Any],
     ) -> None:

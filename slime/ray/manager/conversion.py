@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slime.algorithms.rewards import post_process_rewards
+from slime.arguments.args import Args
 from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import Rows, build_train_data, finite_reward, join_rows, take_rows, unused_ids
@@ -46,7 +46,7 @@ class CarriedOver:
 class Converter:
     """Turns each rollout into shards. Samples beyond the last whole step wait for the next rollout, in order."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.train_parallel_config: Mapping[str, int] | None = None
         self.carried = CarriedOver()
@@ -219,18 +219,20 @@ def read_carried_over(path: Path) -> bytes | None:
     return unseal(path.read_bytes(), path.stem, path) if path.exists() else None
 
 
-def save_dump(args: Namespace, name: int | str, samples: Sequence[Sample]) -> None:
+def save_dump(args: Args, name: int | str, samples: Sequence[Sample]) -> None:
     """Write ``samples`` to the path of ``--save-debug-rollout-data`` for rollout ``name``; whole or not at all."""
+    assert args.save_debug_rollout_data is not None
     path = Path(args.save_debug_rollout_data.format(rollout_id=name))
     save_rollout(path, name if isinstance(name, int) else int(name.rpartition("_")[2]), samples)
     logger.info("rollout %s: %d samples written to %s", name, len(samples), path)
 
 
-def load_dump(args: Namespace, rollout_id: int) -> list[Sample]:
+def load_dump(args: Args, rollout_id: int) -> list[Sample]:
     """Return the samples of the dump of ``rollout_id`` (``--load-debug-rollout-data``), or a subsample.
 
     Raises FileNotFoundError or ValueError, naming file and flag.
     """
+    assert args.load_debug_rollout_data is not None
     path = Path(args.load_debug_rollout_data.format(rollout_id=rollout_id))
     if not path.is_file():
         raise FileNotFoundError(

@@ -6,12 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from argparse import Namespace
 from typing import Any
 
 import aiohttp
 import ray
 
+from slime.arguments.args import Args
 from slime.ray import cluster
 from slime.ray.actors import worker
 from slime.servers.http_client import HttpClient
@@ -27,7 +27,7 @@ START_DEADLINE_S = 120.0
 class Poster:
     """A Ray actor that sends at most ``connections`` requests at a time, and returns replies as they came."""
 
-    def __init__(self, args: Namespace, number: int, connections: int) -> None:
+    def __init__(self, args: Args, number: int, connections: int) -> None:
         worker.begin(args, f"poster_{number}")
         self._client = HttpClient(connection_limit(connections))
 
@@ -50,7 +50,7 @@ class Posters:
     aborts, requests are sent from this process.
     """
 
-    def __init__(self, args: Namespace, client: HttpClient, wiring: dict[str, Any]) -> None:
+    def __init__(self, args: Args, client: HttpClient, wiring: dict[str, Any]) -> None:
         """Start the posters, and let as many requests be in flight as they can send. Raises GetTimeoutError."""
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
         wanted = args.sglang_server_concurrency * get_rollout_num_engines(args)

@@ -8,12 +8,12 @@ import logging
 import os
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.checkpoints.directory import check_rollout_files
 from slime.observability import tracking
 from slime.observability.logging_utils import log
@@ -68,7 +68,7 @@ class RolloutManager(EngineControl):
     ``wait_for_failure``, on which the driver waits beside everything else.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         worker.begin(args, "rollout_manager")
         super().__init__(args)
         self._carried_snapshots: dict[int, bytes | None] = {}
@@ -164,6 +164,7 @@ class RolloutManager(EngineControl):
                 self.data_source.save(rollout_id)
         known = rollout_id in self._carried_snapshots
         carried = self._carried_snapshots[rollout_id] if known else self.converter.state()
+        assert self.args.save is not None, "nothing is saved without --save"
         write_carried_over(carried_over_path(self.args.save, rollout_id), carried)
 
     @reports_errors
@@ -217,7 +218,7 @@ class RolloutManager(EngineControl):
         try:
             self.fleet.start()
             most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
-            init_http_client(Namespace(**{**vars(self.args), "rollout_num_engines": most}))
+            init_http_client(Args(**{**vars(self.args), "rollout_num_engines": most}))
             get_http_client().answers.report = self.fleet.note_rejected
             if self.args.use_distributed_post:
                 Posters(self.args, get_http_client(), wiring)
@@ -285,7 +286,7 @@ class RolloutManager(EngineControl):
             del self._carried_snapshots[old]
 
 
-def _rollout_function(args: Namespace, name: str) -> Callable[..., Any]:
+def _rollout_function(args: Args, name: str) -> Callable[..., Any]:
     """Return the function that makes rollouts; errors are attributed to a user's function, not to a built-in one."""
     hook = make_hook(getattr(args, name), name)
     return hook.function if hook.path.startswith("slime.") else hook

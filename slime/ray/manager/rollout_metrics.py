@@ -6,7 +6,6 @@ import logging
 import math
 import numbers
 import zlib
-from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from slime.algorithms.estimators import estimator_of
 from slime.algorithms.rewards import reward_failed
+from slime.arguments.args import Args
 from slime.rollout.staleness import trained_steps, weight_clock
 from slime.utils.types import Sample, iter_samples
 
@@ -38,7 +38,7 @@ _PHASES = {
 """By the span of a trace."""
 
 
-def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+def rollout_metrics(args: Args, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """Return ``rollout/*``, ``perf/*`` and ``agent/*`` of one training rollout that took ``seconds``; samples are flat
     (n >= 1)."""
     found = {f"rollout/{name}": value for name, value in sample_metrics(args, samples).items()}
@@ -47,7 +47,7 @@ def rollout_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) 
     return found | {f"agent/{name}": value for name, value in agent_metrics(samples).items()}
 
 
-def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def asked_for_metrics(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """Return ``passrate/*`` (``--log-passrate``) and ``multi_turn/*`` (``--log-multi-turn``) of flat samples (n >= 1).
 
     A pass is a raw reward of exactly 1, of one sample at least where a trajectory made several; groups go by
@@ -64,7 +64,7 @@ def asked_for_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, f
     return found
 
 
-def multi_turn_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def multi_turn_metrics(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """Return response lengths with and without the tokens the environment wrote, and ``metadata["round_number"]``."""
     raw = [s.response_length for s in samples]
     rounds = [(s.metadata or {}).get("round_number") for s in samples]
@@ -115,7 +115,7 @@ def environment_metrics(samples: Sequence[Sample]) -> dict[str, float]:
     return found
 
 
-def eval_metrics(args: Namespace, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+def eval_metrics(args: Args, data: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Return ``eval/*``: per data set its mean reward, the share of truncated samples and what rollouts report too.
 
     Rewards and passes are those of trajectories, where the samples are known; the rest is of samples.
@@ -179,7 +179,7 @@ def trajectory_rewards(result: Mapping[str, Any]) -> list[float]:
     return [_mean(trajectory) for trajectories in groups for trajectory in trajectories]
 
 
-def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, float]:
+def sample_metrics(args: Args, samples: Sequence[Sample]) -> dict[str, float]:
     """Return what training and evaluation rollouts have in common: lengths, truncation, repetition, cache, episodes,
     versions."""
     found = statistics([s.effective_response_length for s in samples], "response_len/")
@@ -209,9 +209,7 @@ def sample_metrics(args: Namespace, samples: Sequence[Sample]) -> dict[str, floa
     return found
 
 
-def zero_std_counts(
-    args: Namespace, samples: Sequence[Sample], rewards: Sequence[Any] | None = None
-) -> dict[str, float]:
+def zero_std_counts(args: Args, samples: Sequence[Sample], rewards: Sequence[Any] | None = None) -> dict[str, float]:
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
     Groups of one trajectory, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
@@ -233,7 +231,7 @@ def zero_std_counts(
     return {f"zero_std/count_{reward}": float(count) for reward, count in sorted(counts.items())}
 
 
-def speed_metrics(args: Namespace, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
+def speed_metrics(args: Args, samples: Sequence[Sample], seconds: float) -> dict[str, float]:
     """Return the rollout's time and tokens per second, of all response tokens and (``effective_``) of trained ones."""
     found = {"rollout_time": seconds}
     elsewhere = [s.non_generation_time for s in samples]
@@ -414,7 +412,7 @@ CONSTANT_ROLLOUTS = 3
 class ConstantRewards:
     """Warns once when rewards are constant over several rollouts, unless the loss has other inputs than rewards."""
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self._value: float | None = None
         self._in_a_row = self._samples = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.groups import slime_flags
 from slime.rollout.durable.journal import GroupJournal, group_index, remove_journals
 from slime.utils.misc import should_run_periodic_action
@@ -26,10 +27,10 @@ class Recovery:
     would mask what is recovered. ``of_a_bare`` data source, a class whose ``__init__`` is not ours, too.
     """
 
-    def __init__(self, args: Any, *, of_a_bare: str = "") -> None:
+    def __init__(self, args: Args, *, of_a_bare: str = "") -> None:
         self.args, self._bare = args, of_a_bare
         wanted = not of_a_bare and _is_resumed(args)
-        self.journal = GroupJournal(Path(args.save) / "rollout", _setting(args)) if wanted else None
+        self.journal = GroupJournal(Path(args.save) / "rollout", _setting(args)) if wanted and args.save else None
         self.groups: dict[int, Group] = {}
         self._last_saved = -1
 
@@ -90,12 +91,12 @@ class Recovery:
         """
         if self.journal is not None:
             self.journal.forget_before(self._last_saved + 1)
-        elif self.args is not None:
+        elif self.args is not None and self.args.save is not None:
             remove_journals(Path(self.args.save) / "rollout", lambda number: True)
         self._last_saved = rollout_id
 
 
-def may_be_saved(args: Any, rollout_id: int, rollouts_per_epoch: int) -> bool:
+def may_be_saved(args: Args, rollout_id: int, rollouts_per_epoch: int) -> bool:
     """True when there is a checkpoint of ``rollout_id``, or when that is up to someone else than the loop."""
     interval = args.save_interval
     if interval is None or args.release_train:  # which saves after every rollout
@@ -111,7 +112,7 @@ def still_open(groups: Iterable[Group], state: dict[str, Any], buffer: Iterable[
     ]
 
 
-def _is_resumed(args: Any) -> bool:
+def _is_resumed(args: Args) -> bool:
     if not args.rollout_global_dataset or args.save_interval is None:
         return False
     if args.partial_rollout and args.mask_offpolicy_in_partial_rollout:
@@ -119,7 +120,7 @@ def _is_resumed(args: Any) -> bool:
     return bool(args.continues_own_checkpoints)
 
 
-def _setting(args: Any) -> dict[str, Any]:
+def _setting(args: Args) -> dict[str, Any]:
     """Return what decides what is generated: groups in the journal are used only if it is unchanged."""
     values = {flag.dest: getattr(args, flag.dest) for flag in slime_flags() if flag.traits.decides_generation}
     setting: dict[str, Any] = json.loads(json.dumps(values, default=str))

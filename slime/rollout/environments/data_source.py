@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.environments import Difficulty, environments_of
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.groups import copy_prompt
@@ -28,7 +29,7 @@ class EnvironmentDataSource(RolloutDataSourceWithBuffer):
     own. Samples get ``metadata["environment"]``, ``["difficulty"]`` and ``["seed"]``.
     """
 
-    def __init__(self, args: Any) -> None:
+    def __init__(self, args: Args) -> None:
         super().__init__(args)
         self.environments = environments_of(args)
         self._rows: dict[str, list[Sample]] = {name: [] for name in self.environments}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from argparse import Namespace
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from slime.arguments.args import Args
 from slime.arguments.files.environments import environments_of
 from slime.rollout.environments.tools import Tool, ToolCall, ToolError, ToolRegistry, parse_tool_calls
 from slime.utils.types import Sample
@@ -59,12 +59,12 @@ class Environment:
     tools: ToolRegistry | None = None
     """The tools whose schemas the chat template gets; set here or in ``reset``."""
 
-    def __init__(self, args: Namespace, task: Task) -> None:
+    def __init__(self, args: Args, task: Task) -> None:
         self.args = args
         self.task = task
 
     @classmethod
-    def check(cls, args: Namespace, options: Mapping[str, Any]) -> Awaitable[None] | None:
+    def check(cls, args: Args, options: Mapping[str, Any]) -> Awaitable[None] | None:
         """Ask once, before the run, whether the services that episodes need are there; what it raises ends the run."""
         return None
 
@@ -118,7 +118,7 @@ class ToolEnvironment(Environment):
 
     functions: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
 
-    def __init__(self, args: Namespace, task: Task) -> None:
+    def __init__(self, args: Args, task: Task) -> None:
         super().__init__(args, task)
         self.tools: ToolRegistry = ToolRegistry(self.functions)
 

@@ -11,11 +11,11 @@ import inspect
 import itertools
 import logging
 import time
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.files.environments import EnvironmentEntry, environments_of
 from slime.rollout import sglang_rollout
 from slime.rollout.cancelling import CANCEL_GRACE_S
@@ -47,9 +47,7 @@ class EnvironmentFailure(Exception):
         self.reason = reason
 
 
-async def generate(
-    args: Namespace, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False
-) -> Sample:
+async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool = False) -> Sample:
     """Play an episode of the sample's environment and return the sample, with its reward.
 
     The engine's tokens have loss mask 1, all others 0. A failure of the environment makes the sample ABORTED, with
@@ -91,7 +89,7 @@ def _log(sample: Sample, error: EnvironmentFailure) -> None:
         )  # fmt: skip
 
 
-def entry_of(args: Namespace, sample: Sample) -> EnvironmentEntry:
+def entry_of(args: Args, sample: Sample) -> EnvironmentEntry:
     """Return the environment that ``metadata["environment"]`` names; without a name the run's only one."""
     entries = environments_of(args)
     name = (sample.metadata or {}).get("environment")
@@ -109,7 +107,7 @@ def entry_of(args: Namespace, sample: Sample) -> EnvironmentEntry:
 class Episode:
     """One attempt at one sample."""
 
-    def __init__(self, args: Namespace, entry: EnvironmentEntry, sample: Sample, evaluation: bool) -> None:
+    def __init__(self, args: Args, entry: EnvironmentEntry, sample: Sample, evaluation: bool) -> None:
         self.args, self.entry, self.evaluation = args, entry, evaluation
         self.sample = without_response(sample)
         self.sample.session_id = sample.session_id

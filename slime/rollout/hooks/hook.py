@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout.cancelling import caller_is_cancelled
 from slime.rollout.hooks.contracts import ENVIRONMENT, Contract, contracts_of
 from slime.utils.async_utils import run
@@ -116,13 +117,13 @@ class Hook:
         return inspect.signature(self.function, follow_wrapped=False).parameters
 
 
-def find_hook(args: Any, name: str) -> Hook | None:
+def find_hook(args: Args, name: str) -> Hook | None:
     """Return the hook that ``args.<name>`` names, None when it names none. Raises as ``make_hook`` does."""
     path = getattr(args, name)
     return make_hook(path, name) if path else None
 
 
-def find_hooks(args: Any, *names: str) -> list[Hook]:
+def find_hooks(args: Args, *names: str) -> list[Hook]:
     """Return the hooks that the attributes ``names`` of ``args`` name, each one or several or none."""
     paths = [(name, getattr(args, name) or []) for name in names]
     return [make_hook(path, name) for name, found in paths for path in ([found] if isinstance(found, str) else found)]
@@ -148,7 +149,7 @@ def checked_hook(path: str, contract: Contract, flag: str) -> Hook:
     return hook
 
 
-def check_hooks(args: Any) -> None:
+def check_hooks(args: Args) -> None:
     """Look up every hook of the rollout manager. Raises for the first that is not there or cannot be called.
 
     Replayed rollouts need none of the hooks of generation, whose modules may be missing where they are replayed.

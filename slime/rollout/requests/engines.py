@@ -7,8 +7,8 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from slime.arguments.args import Args
 from slime.servers.http_client import HttpRequestError
 from slime.servers.http_utils import get_http_client, get_rollout_num_engines
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
@@ -29,7 +29,7 @@ DESCRIBED = 8
 SHORTEST_QUEUE = 8
 
 
-def model_url(args: Any, model_name: str, endpoint: str) -> str:
+def model_url(args: Args, model_name: str, endpoint: str) -> str:
     """Return the URL of ``endpoint`` at the router of ``model_name``.
 
     ``default`` is the model that rollouts ask: the first that is served, unless another has that name. Where one model
@@ -42,14 +42,14 @@ def model_url(args: Any, model_name: str, endpoint: str) -> str:
     return f"http://{join_address(host, port)}{endpoint}"
 
 
-def router_urls(args: Any) -> list[str]:
+def router_urls(args: Args) -> list[str]:
     """Return the addresses of the run's own routers."""
     routers = list((getattr(args, "sglang_model_routers", None) or {}).values())  # no flag, as above
     routers.append((args.sglang_router_ip, args.sglang_router_port))
     return [f"http://{join_address(host, port)}" for host, port in routers if host]
 
 
-def num_engines_asked(args: Any) -> int:
+def num_engines_asked(args: Args) -> int:
     """Return the number of engines that generate the responses of rollouts: those of the first model."""
     engines = getattr(args, "sglang_model_engines", None)  # no flag: set where slime starts the engines
     return next(iter(engines.values())) if engines else get_rollout_num_engines(args)

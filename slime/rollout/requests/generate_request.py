@@ -7,6 +7,7 @@ import logging
 from functools import cache
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.rules.hf_config import read_config
@@ -58,7 +59,7 @@ class Resumes:
 
 
 def generate_payload(
-    args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
 ) -> dict[str, Any] | None:
     """Return the body of the request for the rest of ``sample``; None, and status TRUNCATED, when nothing is left.
 
@@ -97,7 +98,7 @@ def generate_payload(
     return payload
 
 
-def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
+def routing_headers(args: Args, sample: Sample) -> dict[str, str] | None:
     """Return the header that keeps the requests of a sample, or of its group, on one engine, where routers use it."""
     if args.router_policy not in ("consistent_hashing", "manual"):
         return None
@@ -106,7 +107,7 @@ def routing_headers(args: Any, sample: Sample) -> dict[str, str] | None:
     return {"X-SMG-Routing-Key": sample.session_id} if sample.session_id else None
 
 
-def append_output(args: Any, sample: Sample, output: dict[str, Any], tokenizer: Any = None) -> None:
+def append_output(args: Args, sample: Sample, output: dict[str, Any], tokenizer: Any = None) -> None:
     """Append the tokens of an engine's reply to ``sample``. Raises RuntimeError for one that lacks a field.
 
     Where the engine reports top-p masks, log-probs are those among the kept tokens. Where the text so far ends within a
@@ -127,7 +128,7 @@ def append_output(args: Any, sample: Sample, output: dict[str, Any], tokenizer: 
         sample.response = tokenizer.decode(made, skip_special_tokens=args.rollout_skip_special_tokens)
 
 
-def tokens_left(args: Any, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
+def tokens_left(args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool) -> int:
     limit = sampling_params.get("max_new_tokens")
     contexts = (
         args.eval_max_context_len if evaluation else args.rollout_max_context_len,
@@ -161,7 +162,7 @@ def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
 # The longest sequence that an engine takes: it refuses a request for more
 
 
-def engine_context_len(args: Any) -> int | None:
+def engine_context_len(args: Args) -> int | None:
     """Return the tokens of prompt and response that the run's engines take together; None when it is not known.
 
     Engines that were started by others may take another number than the checkpoint says; of ``--sglang-config`` it is
@@ -189,7 +190,7 @@ def _shortest_of_groups(sglang_config: str, given: int | None, hf_checkpoint: st
     return min((length for length in found if length is not None), default=None)
 
 
-def longest_prompt(args: Any) -> int | None:
+def longest_prompt(args: Args) -> int | None:
     """Return the tokens of the longest prompt that leaves room for one to generate; None when it is not known."""
     context = engine_context_len(args)
     return None if context is None else context - 1

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Coroutine, Iterable, Iterator
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.rollout.cancelling import cancel_all
 from slime.rollout.requests.engines import num_engines_asked
 from slime.rollout.rm_hub.errors import RewardErrors
@@ -23,17 +24,17 @@ DEFAULT_MAX_MASK_TOKENS = 4096
 """SGLang's own ``--sampling-mask-max-tokens``."""
 
 
-def replays_top_p(args: Any) -> bool:
+def replays_top_p(args: Args) -> bool:
     """Return whether training rollouts record top-p masks: exactly with ``--rollout-top-p`` below 1."""
     return bool(args.rollout_top_p != 1.0)
 
 
-def max_mask_tokens(args: Any) -> int:
+def max_mask_tokens(args: Args) -> int:
     """Return the most tokens of a top-p mask that engines report."""
     return int(args.sglang_sampling_mask_max_tokens or DEFAULT_MAX_MASK_TOKENS)
 
 
-def top_k(args: Any) -> int:
+def top_k(args: Args) -> int:
     """Return the ``top_k`` of training requests.
 
     Engines report masks only under a finite one below ``max_mask_tokens``. Where none is given it is half of that,
@@ -43,7 +44,7 @@ def top_k(args: Any) -> int:
     return max_mask_tokens(args) // 2 if replays_top_p(args) and given == -1 else given
 
 
-def train_sampling_params(args: Any) -> dict[str, Any]:
+def train_sampling_params(args: Args) -> dict[str, Any]:
     """Return the engines' sampling parameters for training rollouts."""
     params: dict[str, Any] = {
         "temperature": args.rollout_temperature,
@@ -61,7 +62,7 @@ def train_sampling_params(args: Any) -> dict[str, Any]:
     return params
 
 
-def request_limit(args: Any) -> int:
+def request_limit(args: Args) -> int:
     """Return how many requests may be in flight: ``--sglang-server-concurrency`` per engine, as far as the processes
     that send them can open connections."""
     wanted = max(1, int(args.sglang_server_concurrency) * max(1, num_engines_asked(args)))
@@ -175,7 +176,7 @@ def least_used(counts: list[int]) -> Iterator[int]:
 class Bookkeeping:
     """Which rollout and evaluation are made, and their rewards."""
 
-    def __init__(self, args: Any = None) -> None:
+    def __init__(self, args: Args | None = None) -> None:
         self.rollout_id: int | None = None
         self.reward_errors = RewardErrors(args)
         self.eval_rollout_id: int | None = None

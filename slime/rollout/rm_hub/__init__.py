@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from slime.algorithms.reward_types import BOXED, REWARD_TYPES, RewardType, reward_type
+from slime.arguments.args import Args
 from slime.rollout.cancelling import gather_or_cancel
-from slime.rollout.hooks.hook import Hook, make_hook
+from slime.rollout.hooks.hook import Hook, find_hook, make_hook
 from slime.rollout.rm_hub import rules
 from slime.rollout.rm_hub.deepscaler import get_deepscaler_rule_based_reward
 from slime.rollout.rm_hub.f1 import f1_score
@@ -44,7 +45,7 @@ FLAG = "--custom-rm-path"
 _MISSING = object()
 
 
-def reward_kind(args: Any, sample: Sample) -> str:
+def reward_kind(args: Args, sample: Sample) -> str:
     """Return ``custom``, or the type of the built-in reward of ``sample``, ``boxed_`` included ("" for none)."""
     if args.custom_rm_path if sample.custom_rm_path is None else sample.custom_rm_path:
         return "custom"
@@ -55,7 +56,7 @@ def _metadata(sample: Sample) -> dict[str, Any]:
     return sample.metadata if isinstance(sample.metadata, dict) else {}
 
 
-def reward_hook(args: Any, sample: Sample) -> Hook | None:
+def reward_hook(args: Args, sample: Sample) -> Hook | None:
     """Return the custom reward of ``sample``: its own, else that of the run; None for a built-in one.
 
     A path of "" says that the sample has none, whatever the run has.
@@ -69,7 +70,7 @@ def reward_hook(args: Any, sample: Sample) -> Hook | None:
     return make_hook(path, "custom_rm_path", load=load_function) if path else None
 
 
-def _is_reward(args: Any, reward: Any) -> bool:
+def _is_reward(args: Args, reward: Any) -> bool:
     """True for what can be a reward; anything goes when a later hook converts it."""
     if reward is not None and not isinstance(reward, (str, bytes, list, tuple, Sample)):
         return True
@@ -77,7 +78,7 @@ def _is_reward(args: Any, reward: Any) -> bool:
     return any(getattr(args, name) for name in hooks)
 
 
-async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Any:
     """Return the reward of one sample.
 
     The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path`` (where the sample's is None),
@@ -107,7 +108,7 @@ async def async_rm(args: Any, sample: Sample, **kwargs: Any) -> Any:
     return await load_function(entry.function)(args, sample)
 
 
-async def _by_rule(args: Any, entry: RewardType, sample: Sample, *, boxed: bool) -> Any:
+async def _by_rule(args: Args, entry: RewardType, sample: Sample, *, boxed: bool) -> Any:
     response = sample.response
     if has_others_text(sample):  # off the event loop: the first one loads the tokenizer
         response = await asyncio.to_thread(own_text, args, sample)
@@ -125,7 +126,7 @@ async def _by_rule(args: Any, entry: RewardType, sample: Sample, *, boxed: bool)
         return copy.copy(entry.wrong)
 
 
-async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Args, samples: list[Any], **kwargs: Any) -> list[Any]:
     """Return the rewards of several samples, in order; the first failure cancels the others.
 
     ``args.custom_rm_path`` is called once, with ``samples`` as they are: a group may hold lists of samples. It may
@@ -136,6 +137,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
     flat = list(iter_samples(samples))
     together = [sample for sample in flat if scored_together(args, sample)]
     if together and len(together) == len(flat):
+        assert args.custom_rm_path is not None, "only a function of the user's own scores samples together"
         hook = make_hook(args.custom_rm_path, "custom_rm_path", load=load_function)
         returned = await hook.awaited_off_loop(args, samples, **kwargs)
         rewards = rewards_of(args, samples, returned)
@@ -148,7 +150,7 @@ async def batched_async_rm(args: Any, samples: list[Any], **kwargs: Any) -> list
     return nested_like(samples, (next(shared if scored_together(args, one) else single) for one in flat))
 
 
-def scored_together(args: Any, sample: Sample) -> bool:
+def scored_together(args: Args, sample: Sample) -> bool:
     """True when ``args.custom_rm_path`` scores this sample, in the form that is called with a list."""
     return args.custom_rm_path is not None and sample.custom_rm_path is None
 
@@ -156,7 +158,7 @@ def scored_together(args: Any, sample: Sample) -> bool:
 # What a custom reward of several samples may return, for groups that may hold lists of samples
 
 
-def rewards_of(args: Any, samples: list[Any], returned: Any) -> list[Any]:
+def rewards_of(args: Args, samples: list[Any], returned: Any) -> list[Any]:
     """Return a reward per sample, in order, of what ``args.custom_rm_path`` ``returned`` for ``samples``.
 
     That is a list with one reward per sample; a list with an entry per entry of ``samples``, where that of a list of
@@ -175,7 +177,7 @@ def rewards_of(args: Any, samples: list[Any], returned: Any) -> list[Any]:
     lacking = [sample.index for sample in flat if sample.reward is None]
     seen = f"None, and left {lacking[:20]} without one" if returned is None else f"{returned!r:.200}"
     raise BadReward(
-        f"{make_hook(args.custom_rm_path, 'custom_rm_path')} was given {len(flat)} samples (indices "
+        f"{find_hook(args, 'custom_rm_path')} was given {len(flat)} samples (indices "
         f"{[sample.index for sample in flat]}) and must return a list of as many rewards, got {seen} (None is right "
         "after it has set the reward of each)"
     )

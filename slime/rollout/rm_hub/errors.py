@@ -19,8 +19,9 @@ from types import FrameType
 from typing import Any
 
 from slime.algorithms.reward_types import reward_type
+from slime.arguments.args import Args
 from slime.rollout.cancelling import caller_is_cancelled, end_if_cancelled, gather_or_cancel
-from slime.rollout.hooks.hook import innermost, make_hook, with_notes
+from slime.rollout.hooks.hook import find_hook, innermost, with_notes
 from slime.rollout.outages import AwaitedService, ServiceOutage, is_of_service
 from slime.rollout.rm_hub import reward_hook, reward_kind, rewards_of, scored_together
 from slime.rollout.rm_hub.failure import BadReward, LateFailures, RewardFailure, TooManyRewardFailures
@@ -48,7 +49,7 @@ class RewardErrors:
             next rollout that gets their samples.
     """
 
-    def __init__(self, args: Any = None) -> None:
+    def __init__(self, args: Args | None = None) -> None:
         self.scored = 0
         self.failed: list[int | None] = []
         self.kinds: Counter[str] = Counter()
@@ -58,7 +59,9 @@ class RewardErrors:
         self._first = ""
         self._same_cause: dict[tuple[str, ...], list[int | None]] = {}
         self._services: dict[str, AwaitedService] = {}
-        entry = None if args is None or args.custom_rm_path is not None else reward_type(args.rm_type)
+        if args is None or args.custom_rm_path is not None:
+            return
+        entry = reward_type(args.rm_type)
         if entry is not None and entry.rule:  # rules of single samples start workers when they come
             get_reward_workers(args)
 
@@ -91,21 +94,21 @@ class RewardErrors:
         self.latencies.clear()
         self._same_cause.clear()
 
-    async def score_one(self, args: Any, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
+    async def score_one(self, args: Args, sample: Sample, rm: Callable[..., Awaitable[Any]]) -> None:
         """Set ``sample.reward`` to ``rm(args, sample)``. Raises NotImplementedError for an unknown reward."""
         reward_hook(args, sample)  # one that cannot be loaded stops the run at once
         found, reward = await self._attempt(args, [sample], lambda: rm(args, sample))
         if found:
             sample.reward = reward
 
-    async def score_batch(self, args: Any, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
+    async def score_batch(self, args: Args, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
         """Set the rewards of ``samples``, which may be lists of samples, to what ``rm(args, samples)`` returns.
 
         ``rm`` is called with all samples that ``args.custom_rm_path`` scores, as they are nested if those are all, and
         with each of the others by itself.
         """
 
-        async def score_alone(args: Any, sample: Sample) -> Any:
+        async def score_alone(args: Args, sample: Sample) -> Any:
             return (await rm(args, [sample]))[0]
 
         flat = list(iter_samples(samples))
@@ -115,8 +118,8 @@ class RewardErrors:
             coros.append(self._score_together(args, together if coros else samples, rm))
         await gather_or_cancel(coros)
 
-    async def _score_together(self, args: Any, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
-        make_hook(args.custom_rm_path, "custom_rm_path")
+    async def _score_together(self, args: Args, samples: list[Any], rm: Callable[..., Awaitable[Any]]) -> None:
+        find_hook(args, "custom_rm_path")
         flat = list(iter_samples(samples))
         found, returned = await self._attempt(args, flat, lambda: rm(args, samples))
         if found:
@@ -124,7 +127,7 @@ class RewardErrors:
                 sample.reward = reward
 
     async def _attempt(
-        self, args: Any, samples: Sequence[Sample], ask: Callable[[], Awaitable[Any]]
+        self, args: Args, samples: Sequence[Sample], ask: Callable[[], Awaitable[Any]]
     ) -> tuple[bool, Any]:
         """Await a reward; return ``(True, it)``, or ``(False, None)`` when it failed and that is tolerated."""
         self.scored += len(samples)
@@ -143,7 +146,7 @@ class RewardErrors:
             self._under_way -= len(samples)
             self.latencies[kind].append(time.monotonic() - began)
 
-    async def _answer(self, args: Any, samples: Sequence[Sample], kind: str, ask: Callable[[], Awaitable[Any]]) -> Any:
+    async def _answer(self, args: Args, samples: Sequence[Sample], kind: str, ask: Callable[[], Awaitable[Any]]) -> Any:
         """Return the reward. One whose server does not answer is asked for again: see ``slime.rollout.outages``."""
         hook = reward_hook(args, samples[0])
         entry = reward_type(kind)
@@ -174,13 +177,13 @@ class RewardErrors:
             service.under_way -= 1
             service.waiting.pop(item, None)
 
-    def count_late(self, args: Any, late: LateFailures, samples: Iterable[Sample]) -> None:
+    def count_late(self, args: Args, late: LateFailures, samples: Iterable[Sample]) -> None:
         """Count rewards of ``samples`` that failed after another rollout had left them behind."""
         for sample, error in late.take(samples):
             self.scored += 1
             self._count(args, sample, error)
 
-    def _record(self, args: Any, sample: Sample, error: Exception) -> None:
+    def _record(self, args: Args, sample: Sample, error: Exception) -> None:
         key = args.reward_key
         # At once: a thread that saves the sample meanwhile must not find a reward that is to be trained on.
         sample.__dict__.update(
@@ -205,7 +208,7 @@ class RewardErrors:
             why = with_notes(error)
             logger.error("no reward for sample index=%s, it is left out of the loss: %s", sample.index, why)
 
-    def _count(self, args: Any, sample: Sample, error: Exception) -> None:
+    def _count(self, args: Args, sample: Sample, error: Exception) -> None:
         self.failed.append(sample.index)
         self.kinds[_kind_of(error)] += 1
         if not self._first:
@@ -236,7 +239,7 @@ def _details(error: Exception) -> str:
     return "\n".join([*own, *traceback.format_exception_only(error)]) if own else text
 
 
-async def _with_deadline(args: Any, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:
+async def _with_deadline(args: Args, reward: Awaitable[Any], samples: Sequence[Sample]) -> Any:
     """Await a reward; errors name the samples, and so does a warning when it is slow.
 
     The deadline is ``reward_timeout``, else ``rollout_request_timeout``. RuntimeError for one that is cancelled though

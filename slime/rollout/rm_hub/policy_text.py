@@ -7,6 +7,7 @@ import itertools
 import threading
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.utils.types import Sample
 
 __all__ = ["has_others_text", "own_text"]
@@ -37,7 +38,7 @@ def has_others_text(sample: Sample) -> bool:
     return mask is not None and len(mask) == length <= len(sample.tokens) and not all(mask)
 
 
-def own_text(args: Any, sample: Sample) -> str:
+def own_text(args: Args, sample: Sample) -> str:
     """Return the text of the tokens that have loss mask 1 or that an engine made (``weight_version_spans``).
 
     That is the response as it stands where these are all its tokens (or none: a sample that is masked whole), and

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slime.algorithms.rewards import preference_rewards
+from slime.arguments.args import Args
 from slime.utils.types import Sample, iter_samples
 
 __all__ = ["group_reward"]
@@ -12,7 +13,7 @@ __all__ = ["group_reward"]
 KEYS = ("features", "preferences", "correct")
 
 
-def group_reward(args: Any, samples: list[Any], **kwargs: Any) -> list[float]:
+def group_reward(args: Args, samples: list[Any], **kwargs: Any) -> list[float]:
     """Return ``preference_rewards`` of a prompt's executions, one per sample (``--group-rm``).
 
     Of ``sample.metadata``: ``features`` (numbers by name), ``preferences`` (weights by name, those of the prompt),

@@ -7,6 +7,7 @@ import logging
 import random
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ def get_client() -> Any:
     return _client
 
 
-async def remote_rm(args: Any, sample: Sample) -> Any:
+async def remote_rm(args: Args, sample: Sample) -> Any:
     """Return the JSON reply of ``POST args.rm_url`` with prompt, response and label; see ``ask`` for what is raised."""
     if not args.rm_url:
         raise ValueError("--rm-type remote_rm needs --rm-url")

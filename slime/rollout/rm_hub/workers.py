@@ -29,6 +29,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any, BinaryIO
 
+from slime.arguments.args import Args
 from slime.rollout.rm_hub.failure import JobEnded, RewardFailure
 from slime.utils.cores import usable_cores
 
@@ -337,7 +338,7 @@ _pools: dict[tuple[Any, ...], RewardWorkers] = {}
 _lock = threading.Lock()
 
 
-def get_reward_workers(args: Any, *, fresh: bool = False) -> RewardWorkers:
+def get_reward_workers(args: Args, *, fresh: bool = False) -> RewardWorkers:
     """Return this process's workers for ``args.reward_workers`` and ``args.reward_time_limit``, starting them once."""
     count = args.reward_workers or default_worker_count()
     key = (os.getpid(), count, args.reward_time_limit, fresh)

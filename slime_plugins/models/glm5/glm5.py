@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 
-def get_glm5_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+
+def get_glm5_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
     """Raise ValueError: its sparse attention does not take packed sequences in megatron-core."""
     from slime.backends.megatron_utils.weights.maps import UNSUPPORTED
 

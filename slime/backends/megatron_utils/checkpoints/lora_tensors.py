@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from argparse import Namespace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.checkpoints.directory import find_checkpoint, is_megatron_checkpoint
 from slime.backends.megatron_utils.lora.adapter import adapters_of
 from slime.backends.megatron_utils.lora.experts import ExpertAdapter
@@ -24,12 +24,12 @@ _SAMPLED = 1 << 16
 _DIFFERING = {"rank": "--lora-rank", "alpha": "--lora-alpha", "targets": "--lora-target-modules"}
 
 
-def base_of(args: Namespace) -> str:
+def base_of(args: Args) -> str:
     """Return the checkpoint with the base model, which is the reference as well."""
     return str(args.ref_load or args.hf_checkpoint)
 
 
-def base_digest(args: Namespace) -> str:
+def base_digest(args: Args) -> str:
     """Return a hash that tells base models apart: of names, sizes, first and last 64 KiB of the files with weights.
 
     The first bytes hold names and shapes of the tensors. Reading hundreds of gigabytes at every start would not do.
@@ -49,7 +49,7 @@ def base_digest(args: Namespace) -> str:
     return digest.hexdigest()
 
 
-def described(args: Namespace, targets: list[str]) -> dict[str, Any]:
+def described(args: Args, targets: list[str]) -> dict[str, Any]:
     """Return what a checkpoint says about its adapters."""
     base = base_of(args)
     parts = {"rank": args.lora_rank, "alpha": args.lora_alpha, "targets": targets}

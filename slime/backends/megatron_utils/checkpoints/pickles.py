@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoints import directory as checkpoint_dir
 from slime.rollout.debug_data import numpy_globals
@@ -147,7 +148,7 @@ def reading_plain_values(load: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``load(args, root, state, *, step, ...)``: it runs nothing of the checkpoint unless told to."""
 
     @wraps(load)
-    def read(args: Any, root: str | Path, *others: Any, step: int | None = None, **options: Any) -> Any:
+    def read(args: Args, root: str | Path, *others: Any, step: int | None = None, **options: Any) -> Any:
         directory, _ = checkpoint_dir.find_checkpoint(root, step)
         with plain_values_only(directory, trusted=args.unpickle_checkpoints):
             return load(args, root, *others, step=step, **options)

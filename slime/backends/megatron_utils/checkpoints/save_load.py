@@ -14,7 +14,6 @@ import queue
 import random
 import shutil
 import threading
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoints import directory as checkpoint_dir
 from slime.backends.megatron_utils.checkpoints.digests import HAS_DIGESTS, WAY_BACK, check_files, write_digests
@@ -138,7 +138,7 @@ class TrainerState:
 
 @reading_plain_values
 def load_checkpoint(
-    args: Namespace,
+    args: Args,
     root: str | Path,
     state: TrainerState,
     *,
@@ -298,13 +298,14 @@ class CheckpointSaver:
     All methods are collective: every rank calls them in the same order.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self._args = args
         self._pending: _PendingSave | None = None
 
     def save(self, iteration: int, state: TrainerState, *, force_sync: bool = False) -> None:
         """Save ``state`` as ``iteration``; when this returns (not ``--async-save``) it is what a restart would load."""
         self.finish()
+        assert self._args.save is not None, "nothing is saved without --save"
         root = Path(self._args.save)
         with_optimizer = not self._args.no_save_optim
         with_rng = not self._args.no_save_rng
@@ -422,7 +423,7 @@ class _PendingSave:
         dist.barrier(group=control_group())
 
 
-def _is_stateless(args: Namespace) -> bool:
+def _is_stateless(args: Args) -> bool:
     """Whether the optimizer has nothing to save, so that its schedule is all there is to continue."""
     return args.use_stateless_adam
 
@@ -519,7 +520,7 @@ def _restore_limits(optimizer: Any, rates: list[dict[str, Any]]) -> None:
                 group.pop(name, None)
 
 
-def _load_scheduler(args: Namespace, scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
+def _load_scheduler(args: Args, scheduler: Any | None, loaded: dict[str, Any], directory: Path) -> None:
     if scheduler is None or "opt_param_scheduler" not in loaded:
         return
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.lora.adapter import Adapter, Form, Kind, LinearAdapter
 from slime.backends.megatron_utils.lora.experts import ExpertAdapter
 from slime.backends.megatron_utils.state.parallel import (
@@ -53,7 +53,7 @@ def projection_name(hf_name: str) -> str:
     return hf_name.removesuffix(".weight").rpartition(".")[2]
 
 
-def add_adapters(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
+def add_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
     """Freeze the model and put adapters on what ``--lora-target-modules`` names; a critic's value head is trained.
 
     Before the chunks are wrapped for data parallelism, and before the optimizer. Does nothing without ``--lora-rank``.
@@ -112,7 +112,7 @@ def _kind(name: str, rule: Rule) -> Kind | None:
     return "column"
 
 
-def _targets(args: Namespace, sites: Sequence[Site]) -> set[str]:
+def _targets(args: Args, sites: Sequence[Site]) -> set[str]:
     exist = {name for names in gather_from_world([n for s in sites for n in s.projections]) for name in names}
     wanted = set(args.lora_target_modules)
     if wanted == {ALL_LINEAR}:
@@ -125,7 +125,7 @@ def _targets(args: Namespace, sites: Sequence[Site]) -> set[str]:
     return wanted
 
 
-def _add(args: Namespace, models: Sequence[torch.nn.Module], site: Site, targets: set[str]) -> bool:
+def _add(args: Args, models: Sequence[torch.nn.Module], site: Site, targets: set[str]) -> bool:
     """Put the adapters of one layer in place; return whether there are any."""
     wanted = [name for name in site.projections if name in targets]
     if not wanted:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.lora.adapter import Adapter, adapters_of
 from slime.backends.megatron_utils.lora.experts import ExpertAdapter
 from slime.backends.megatron_utils.state.parallel import expert_parallel, first_error, gather_from_world, unwrap
@@ -35,7 +35,7 @@ _UNUSED: dict[str, Any] = {
 }
 
 
-def adapter_weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:
+def adapter_weights_of(model_chunks: Sequence[torch.nn.Module], args: Args, family: Family) -> list[Weight]:
     """Return this rank's parameters of adapters as weights with PEFT's names; those of experts one by one."""
     del args, family  # adapters know their rules
     weights: list[Weight] = []
@@ -70,7 +70,7 @@ def _layout(adapter: Adapter, part: str) -> Layout:
     return adapter.rule.layout if len(adapter.rule.hf) == 1 else ColumnParallel()
 
 
-def iter_adapters(model: Sequence[torch.nn.Module], args: Namespace) -> Iterator[tuple[str, torch.Tensor]]:
+def iter_adapters(model: Sequence[torch.nn.Module], args: Args) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(PEFT name, full tensor)`` of all pipeline stages, on every rank; collective over all ranks."""
     return iter_hf_weights(model, args, gather_pp=True, select=adapter_weights_of)
 
@@ -81,7 +81,7 @@ def target_names(model: Sequence[torch.nn.Module]) -> list[str]:
     return sorted({name for names in gather_from_world(own) for name in names})
 
 
-def peft_config(args: Namespace, targets: Sequence[str]) -> dict[str, Any]:
+def peft_config(args: Args, targets: Sequence[str]) -> dict[str, Any]:
     """Return what ``adapter_config.json`` says."""
     return {
         "peft_type": "LORA",
@@ -99,7 +99,7 @@ def peft_config(args: Namespace, targets: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def write_adapter(model: Sequence[torch.nn.Module], args: Namespace, directory: str | Path) -> None:
+def write_adapter(model: Sequence[torch.nn.Module], args: Args, directory: str | Path) -> None:
     """Write the adapters to the new ``directory``; collective. Raises RuntimeError on all ranks if rank 0 cannot."""
     from safetensors.torch import save_file
 
@@ -120,7 +120,7 @@ def write_adapter(model: Sequence[torch.nn.Module], args: Namespace, directory: 
 
 
 @torch.no_grad()
-def load_adapter(model: Sequence[torch.nn.Module], args: Namespace, directory: str | Path) -> None:
+def load_adapter(model: Sequence[torch.nn.Module], args: Args, directory: str | Path) -> None:
     """Copy the adapter in ``directory`` (PEFT's form) into the model's; each rank reads its own part.
 
     Raises ValueError unless rank, alpha, targets, names and shapes are those of the flags.
@@ -153,7 +153,7 @@ def load_adapter(model: Sequence[torch.nn.Module], args: Namespace, directory: s
             weight.parameter.copy_(weight.rule.layout.shard([source], ranks.rank, ranks.size, dims))
 
 
-def _check_config(args: Namespace, directory: Path, targets: list[str]) -> None:
+def _check_config(args: Args, directory: Path, targets: list[str]) -> None:
     config = json.loads((directory / CONFIG).read_text())
     wrong = [f"{key} {config[key]!r}" for key, unused in _UNUSED.items() if config.get(key, unused) not in (unused, [])]
     if wrong:

@@ -6,13 +6,13 @@ What is rounded, and how, is what a push does (``slime.weights.quantization``), 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import Ranks, expert_tensor_parallel, tensor_parallel
 from slime.backends.megatron_utils.weights.layouts import Dims, QueryKeyValue, RowParallel, Vocabulary
 from slime.backends.megatron_utils.weights.maps import Rule
@@ -64,7 +64,7 @@ class StraightThrough(torch.autograd.Function):
         return gradients[0], None
 
 
-def quantizer_in_training(args: Namespace) -> Quantizer | None:
+def quantizer_in_training(args: Args) -> Quantizer | None:
     """Return what rounds the weights in training; None without ``--quantization-aware-training``.
 
     That of ``--hf-checkpoint``, and where that is not quantized INT4 for routed experts, of ``--int4-group-size``
@@ -76,7 +76,7 @@ def quantizer_in_training(args: Namespace) -> Quantizer | None:
     return stored or Quantizer(Int4(args.int4_group_size), rules_of({"ignore": ONLY_EXPERTS}))
 
 
-def round_weights(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
+def round_weights(args: Args, models: Sequence[torch.nn.Module]) -> None:
     """Let the linear layers of ``models`` compute with rounded weights, where the flags ask for it.
 
     The parameters stay as they are: checkpoints and pushes have the exact ones. Raises ValueError for layouts that cut

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn import functional as F
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.attention import TorchCoreAttention, fix_mla_tp_gradients
 from slime.backends.megatron_utils.model.experts import GroupedExperts
 from slime.utils import accelerator
@@ -119,7 +119,7 @@ def normed_first(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any]) ->
     return build
 
 
-def with_post_norms(args: Namespace, block: Any) -> Any:
+def with_post_norms(args: Args, block: Any) -> Any:
     """Return the block spec with the norms that the flags ask for; unchanged without them."""
     asked = tuple(name for name in NORMS if getattr(args, name, False))
     if asked:
@@ -134,13 +134,13 @@ def with_post_norms(args: Namespace, block: Any) -> Any:
     return block
 
 
-def use_transformer_engine(args: Namespace) -> bool:
+def use_transformer_engine(args: Args) -> bool:
     """Return whether the layers are TransformerEngine's: installed, on CUDA, and not ``--transformer-impl local``."""
     wanted = args.transformer_impl != "local"
     return wanted and gpt_layer_specs.HAVE_TE and accelerator.device_type() == "cuda"
 
 
-def decoder_block_spec(args: Namespace, config: Any, vp_stage: int | None = None) -> Any:
+def decoder_block_spec(args: Args, config: Any, vp_stage: int | None = None) -> Any:
     """Return the spec of this pipeline stage's layers.
 
     TransformerEngine's where :func:`use_transformer_engine`; otherwise megatron's local one with core attention, norms
@@ -176,7 +176,7 @@ def _with_torch_modules(block: Any) -> Any:
     return block
 
 
-def mtp_block_spec(args: Namespace, config: Any) -> Any:
+def mtp_block_spec(args: Args, config: Any) -> Any:
     """Return the spec of ``--mtp-num-layers`` MTP layers: each has a layer like the last one.
 
     Where some layers have linear attention these have full attention, which is the built-in layer.
@@ -198,4 +198,4 @@ def mtp_block_spec(args: Namespace, config: Any) -> Any:
     layer.module = MTPLayer
     if not with_te:
         layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = TorchRMSNorm
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * args.mtp_num_layers)
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * (args.mtp_num_layers or 0))

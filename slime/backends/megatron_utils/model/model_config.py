@@ -6,13 +6,13 @@ import dataclasses
 import importlib.util
 import json
 import logging
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.passthrough.megatron import aliases
 from slime.backends.megatron_utils import import_megatron
@@ -25,7 +25,7 @@ LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_p
 DEFAULT_SCALING_FACTOR = 8.0
 
 
-def rope_settings(args: Namespace) -> dict[str, Any]:
+def rope_settings(args: Args) -> dict[str, Any]:
     """Return GPTModel's rotary keyword arguments from the flags.
 
     Raises ValueError when ``<hf_checkpoint>/config.json`` describes a scaling that the flags do not, or one that
@@ -51,7 +51,7 @@ def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _check(args: Namespace, settings: dict[str, Any], path: Path) -> None:
+def _check(args: Args, settings: dict[str, Any], path: Path) -> None:
     config = json.loads(path.read_text())
     config = config.get("text_config", config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -73,7 +73,7 @@ def _check(args: Namespace, settings: dict[str, Any], path: Path) -> None:
         raise ValueError(f"{path} has rope type {kind!r}, which the flags do not describe")
 
 
-def _has_yarn(args: Namespace) -> bool:
+def _has_yarn(args: Args) -> bool:
     if args.multi_latent_attention:
         return args.rope_type != "rope"
     return args.position_embedding_type == "yarn"
@@ -101,7 +101,7 @@ GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
 NEEDS_CUDA = ("bias_dropout_fusion", "cross_entropy_loss_fusion")
 
 
-def params_dtype(args: Namespace) -> torch.dtype:
+def params_dtype(args: Args) -> torch.dtype:
     """Return the dtype of the model's parameters: bf16, fp16, or fp32 when neither flag is set."""
     bf16, fp16 = args.bf16, args.fp16
     if bf16 and fp16:
@@ -109,7 +109,7 @@ def params_dtype(args: Namespace) -> torch.dtype:
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
 
 
-def transformer_config_from_args(args: Namespace) -> Any:
+def transformer_config_from_args(args: Args) -> Any:
     """Return the ``TransformerConfig`` (with ``--multi-latent-attention`` the ``MLATransformerConfig``) of ``args``.
 
     As in Megatron-LM every argument with the name of a field is copied; those spelled differently are translated.
@@ -149,13 +149,13 @@ def _has_module(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _same_named(config_class: type, args: Namespace) -> dict[str, Any]:
+def _same_named(config_class: type, args: Args) -> dict[str, Any]:
     """Return the arguments that have the name of an ``__init__`` field; None means "the field's default"."""
     names = [field.name for field in dataclasses.fields(config_class) if field.init]
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def _translated(args: Namespace) -> dict[str, Any]:
+def _translated(args: Args) -> dict[str, Any]:
     def get(name: str, default: Any = None) -> Any:
         value = getattr(args, name, None)
         return default if value is None else value
@@ -216,7 +216,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-def ddp_config_from_args(args: Namespace) -> Any:
+def ddp_config_from_args(args: Args) -> Any:
     """Return the ``DistributedDataParallelConfig``; bucketing is on only when the gradient reduction is overlapped."""
     import_megatron()
     from megatron.core import parallel_state as mpu

@@ -11,7 +11,6 @@ denominators as they do for the policy.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import context_parallel, pipeline_parallel, tensor_parallel
 from slime.batching.packing import PackedMicroBatch, pack
 
@@ -48,27 +48,27 @@ class MTPTargets:
     losses: list[Tensor] = field(default_factory=list)
 
 
-def trains_mtp(args: Namespace) -> bool:
+def trains_mtp(args: Args) -> bool:
     """Return whether ``--mtp-num-layers`` layers are trained beside the policy."""
     return bool(args.enable_mtp_training and args.mtp_num_layers)
 
 
-def needs_shared_embedding(args: Namespace) -> bool:
+def needs_shared_embedding(args: Args) -> bool:
     """Return whether the layers, which are on the last pipeline stage, need the embedding that the first one has."""
     untied = args.untie_embeddings_and_output_weights
     return trains_mtp(args) and untied and pipeline_parallel().size > 1
 
 
-def mtp_targets(args: Namespace, batch: dict[str, Any]) -> MTPTargets:
+def mtp_targets(args: Args, batch: dict[str, Any]) -> MTPTargets:
     """Return what the layers are trained on in ``batch`` (of ``data.build_micro_batch``).
 
     Every rank has the samples whole, so nothing is sent between context-parallel ranks, and no sequence sees the next.
     """
     weights = _weights(args, batch)
-    return MTPTargets(tuple(_depth(args, batch, weights, k + 1) for k in range(args.mtp_num_layers)))
+    return MTPTargets(tuple(_depth(args, batch, weights, k + 1) for k in range(args.mtp_num_layers or 0)))
 
 
-def _weights(args: Namespace, batch: dict[str, Any]) -> list[Tensor]:
+def _weights(args: Args, batch: dict[str, Any]) -> list[Tensor]:
     """Return per sample what the loss of each response token counts [response_length]."""
     masks = [mask.float() for mask in batch["loss_masks"]]
     if args.calculate_per_token_loss:
@@ -80,7 +80,7 @@ def _weights(args: Namespace, batch: dict[str, Any]) -> list[Tensor]:
     return [mask / total for mask, total in zip(masks, sums.clamp_min(1), strict=True)]
 
 
-def _depth(args: Namespace, batch: dict[str, Any], weights: list[Tensor], k: int) -> Depth:
+def _depth(args: Args, batch: dict[str, Any], weights: list[Tensor], k: int) -> Depth:
     samples = batch["unconcat_tokens"]
     packed = _packed(args, [F.pad(tokens[k:], (0, min(k, len(tokens)))) for tokens in samples], batch)
     rows, targets, counts = [], [], []
@@ -99,7 +99,7 @@ def _depth(args: Namespace, batch: dict[str, Any], weights: list[Tensor], k: int
     return Depth(packed.tokens, torch.cat(rows), torch.cat(targets).long(), torch.cat(counts))
 
 
-def _packed(args: Namespace, samples: list[Tensor], batch: dict[str, Any]) -> PackedMicroBatch:
+def _packed(args: Args, samples: list[Tensor], batch: dict[str, Any]) -> PackedMicroBatch:
     """Return tokens of the samples' lengths, packed as the micro-batch is."""
     cp, tp = context_parallel(), tensor_parallel()
     return pack(
@@ -113,7 +113,7 @@ def _packed(args: Namespace, samples: list[Tensor], batch: dict[str, Any]) -> Pa
 
 
 def add_mtp_loss(
-    args: Namespace, targets: MTPTargets | None, loss: Tensor, metrics: dict[str, Tensor]
+    args: Args, targets: MTPTargets | None, loss: Tensor, metrics: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss with that of the MTP layers, and the metrics with ``mtp_<k>_loss`` and their mean ``mtp_loss``.
 

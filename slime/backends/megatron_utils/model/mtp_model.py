@@ -8,7 +8,6 @@ gradients are what they are without these layers. Module and parameter names are
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +27,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from torch import Tensor
 
 from slime.algorithms.log_probs import log_probs_and_entropy
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import Depth, MTPTargets, needs_shared_embedding
 from slime.backends.megatron_utils.state.parallel import unwrap
 
@@ -59,7 +59,7 @@ class GPTModelWithMTP(GPTModel):
     they are not run.
     """
 
-    def __init__(self, args: Namespace, config: Any, mtp_spec: Any, **keywords: Any) -> None:
+    def __init__(self, args: Args, config: Any, mtp_spec: Any, **keywords: Any) -> None:
         super().__init__(config=config, **keywords)
         self.mtp = MultiTokenPredictionBlock(config, mtp_spec, vp_stage=keywords.get("vp_stage"))
         self.vocab = args.vocab_size
@@ -139,7 +139,7 @@ def mtp_model_of(chunk: torch.nn.Module) -> GPTModelWithMTP | None:
 
 
 @contextmanager
-def borrow_embedding(args: Namespace, model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def borrow_embedding(args: Args, model: Sequence[torch.nn.Module]) -> Iterator[None]:
     """In the body the last pipeline stage has a copy of the first one's embedding as it was at the beginning.
 
     Collective over first and last stage, and nothing unless :func:`needs_shared_embedding`. The layers only look up

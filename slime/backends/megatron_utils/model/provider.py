@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.lora.build import add_adapters
 from slime.backends.megatron_utils.model.fake_quantization import round_weights
@@ -30,7 +30,7 @@ from slime.utils.misc import load_function
 Provider = Callable[..., torch.nn.Module]
 
 
-def get_model(args: Namespace, *, wrap_with_ddp: bool = True, with_value_head: bool = False) -> list[torch.nn.Module]:
+def get_model(args: Args, *, wrap_with_ddp: bool = True, with_value_head: bool = False) -> list[torch.nn.Module]:
     """Return this rank's model chunks, on the device, with freshly initialized weights.
 
     One chunk, or one per virtual pipeline stage: ``GPTModel``, inside ``Float16Module`` for bf16 and fp16, inside
@@ -85,7 +85,7 @@ def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
     return half
 
 
-def model_provider(args: Namespace, config: Any) -> Provider:
+def model_provider(args: Args, config: Any) -> Provider:
     """Return the callable that builds a stage: ``provider(pre_process=..., post_process=..., vp_stage=...)``.
 
     In this order: ``--custom-model-provider-path``; a ``--spec`` that is itself a provider; the built-in GPT model.
@@ -134,7 +134,7 @@ def _calling_with_known(function: Provider, flag: str, **offered: Any) -> Provid
 
 
 def gpt_model(
-    args: Namespace,
+    args: Args,
     config: Any,
     layer_spec: Any,
     *,
@@ -169,7 +169,7 @@ def gpt_model(
     )
 
 
-def _position_embedding_type(args: Namespace) -> str:
+def _position_embedding_type(args: Args) -> str:
     if args.use_rotary_position_embeddings:
         return "rope"
     kind = args.position_embedding_type or "learned_absolute"
@@ -177,7 +177,7 @@ def _position_embedding_type(args: Namespace) -> str:
     return "none" if without else kind
 
 
-def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
+def freeze_parameters(args: Args, models: Sequence[torch.nn.Module]) -> None:
     """Apply ``--only-train-params-name-list`` and ``--freeze-params-name-list``: regular expressions on local names.
 
     A critic's value head is trained whatever they say: it has no weights to keep. Raises ValueError for both
@@ -204,7 +204,7 @@ def freeze_parameters(args: Namespace, models: Sequence[torch.nn.Module]) -> Non
             parameter.requires_grad_(False)
 
 
-def _freeze_mtp(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
+def _freeze_mtp(args: Args, models: Sequence[torch.nn.Module]) -> None:
     """Keep the layers of multi-token prediction as they are without ``--enable-mtp-training``.
 
     They get no gradient then, but weight decay would change them.
@@ -216,7 +216,7 @@ def _freeze_mtp(args: Namespace, models: Sequence[torch.nn.Module]) -> None:
             mtp.requires_grad_(False)
 
 
-def _with_ddp(args: Namespace, config: Any, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _with_ddp(args: Args, config: Any, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     from megatron.core.distributed import DistributedDataParallel
 
     wrapped = [

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from slime.arguments.args import Args
 
 VALUE_HEAD = "output_layer"
 """The attribute of megatron's GPTModel, and so the beginning of the head's names in checkpoints."""
@@ -47,7 +48,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def put_value_head(args: Namespace, config: Any, model: torch.nn.Module) -> None:
+def put_value_head(args: Args, config: Any, model: torch.nn.Module) -> None:
     """Exchange the output layer of a last pipeline stage for a fresh ``ValueHead``.
 
     Raises ValueError for a model that has none, or whose output layer is its input embedding.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.rules.optimizer import train_steps
 from slime.backends.megatron_utils import import_megatron
@@ -30,7 +30,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
+def optimizer_config_from_args(args: Args, model_config: Any) -> Any:
     """Return the ``OptimizerConfig``: the arguments with the names of its fields, dtypes where they name some.
 
     The parameters' dtype is that of ``model_config``.
@@ -47,7 +47,7 @@ def optimizer_config_from_args(args: Namespace, model_config: Any) -> Any:
     return OptimizerConfig(**values)
 
 
-def build_optimizer(args: Namespace, model: Sequence[torch.nn.Module]) -> Any:
+def build_optimizer(args: Args, model: Sequence[torch.nn.Module]) -> Any:
     """Return Megatron's optimizer (a ``ChainedOptimizer``) for ``model``, with Adam's state allocated.
 
     With ``--use-stateless-adam`` there is none.
@@ -119,7 +119,7 @@ def reset_optimizer_states(optimizer: Any) -> None:
                     state[name] = 0
 
 
-def build_scheduler(args: Namespace, optimizer: Any) -> Any:
+def build_scheduler(args: Args, optimizer: Any) -> Any:
     """Return Megatron's ``OptimizerParamScheduler``. Its unit is samples: it advances by the global batch size a step.
 
     ``--lr-decay-iters`` and ``--lr-wsd-decay-iters`` count optimizer steps; ``--lr-decay-iters`` defaults to the
@@ -154,7 +154,7 @@ def build_scheduler(args: Namespace, optimizer: Any) -> Any:
     )
 
 
-def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def with_length_of_run(args: Args, scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the ``saved`` state of a schedule, whose lengths are those of ``scheduler`` where no flag gives them.
 
     They follow from ``--num-rollout`` then, and a run that is to be longer than the saved one continues.
@@ -168,7 +168,7 @@ def with_length_of_run(args: Namespace, scheduler: Any, saved: dict[str, Any]) -
         if args.lr_warmup_fraction is not None:
             derived.append("lr_warmup_steps")
     own = {name: getattr(scheduler, name) for name in derived if name in saved}
-    before = saved.get("lr_decay_steps")
+    before = saved.get("lr_decay_steps", 0)
     if own.get("lr_decay_steps", before) != before and scheduler.lr_decay_style != "constant":
         batch = args.global_batch_size
         logger.warning(

@@ -16,7 +16,6 @@ scores alone would make: biases, groups of experts and routing replay change whe
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime.algorithms.reducers import num_trained_tokens
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.state.parallel import context_parallel, data_parallel, gather_from_world
 from slime.backends.megatron_utils.train.data import RolloutData, rows_of_batch
@@ -37,11 +37,12 @@ METRICS = {AUX: "load_balancing_loss", SEQ_AUX: "seq_load_balancing_loss", Z: "z
 """Kinds of losses -> the names that Megatron logs them under."""
 
 
-def coefficients(args: Namespace) -> dict[str, float]:
+def coefficients(args: Args) -> dict[str, float]:
     """Return kind of loss -> coefficient of those that are switched on."""
     kinds, values = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    pairs = list(zip(kinds, values, strict=True)) if isinstance(values, list | tuple) else [(kinds, values)]
-    pairs.append((Z, args.moe_z_loss_coeff))
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    values = values if isinstance(values, list | tuple) else [values]
+    pairs: list[tuple[str, float | None]] = [*zip(kinds, values, strict=True), (Z, args.moe_z_loss_coeff)]
     return {kind: float(value) for kind, value in pairs if kind in METRICS and value}
 
 
@@ -251,7 +252,7 @@ def router_losses(
     return losses
 
 
-def build_balancing(args: Namespace, model: Sequence[torch.nn.Module]) -> Balancing:
+def build_balancing(args: Args, model: Sequence[torch.nn.Module]) -> Balancing:
     """Return what the flags ask for ``model`` (list of chunks): losses of routers, biases of experts, or neither.
 
     Collective. Raises ValueError for losses without a router that could have them.

@@ -8,13 +8,13 @@ schedule (``micro_batch_indices``, ``num_microbatches``, ``global_batch_sizes``)
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
@@ -34,7 +34,7 @@ _NOT_PER_SAMPLE = {"raw_reward", "global_batch_sizes", "num_microbatches", "micr
 _TOKEN_COLUMNS_TO_SLICE = ("rollout_log_probs", "teacher_log_probs")
 
 
-def prepare_rollout_data(args: Namespace, shard: RolloutShard, device: torch.device) -> RolloutData:
+def prepare_rollout_data(args: Args, shard: RolloutShard, device: torch.device) -> RolloutData:
     """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part."""
     check_shard(args, shard)
     data = shard.to_tensors(device)
@@ -62,7 +62,7 @@ def sample_index(data: RolloutData, position: int) -> int | None:
     return None if indices is None or indices[position] is None else int(indices[position])
 
 
-def check_shard(args: Namespace, shard: RolloutShard) -> None:
+def check_shard(args: Args, shard: RolloutShard) -> None:
     """Check what the manager did not when it packed the columns: token ids, and top-p masks where training needs them.
 
     Raises ValueError naming the sample.
@@ -112,7 +112,7 @@ class LossBatch(dict[str, Any]):
     kept_weight: Tensor | None = None
 
 
-def build_micro_batch(args: Namespace, data: RolloutData, indices: list[int]) -> LossBatch:
+def build_micro_batch(args: Args, data: RolloutData, indices: list[int]) -> LossBatch:
     """Return the batch of the samples ``indices``: per-sample columns, and the packed stream.
 
     ``tokens`` int64 [1, T_local] is the packed (and CP-sliced) stream, ``unconcat_tokens`` the samples' full token
@@ -151,7 +151,7 @@ def pack_tokens(batch: dict[str, Any], pad_multiplier: int) -> None:
     )
 
 
-def may_overwrite_logits(args: Namespace, batch: dict[str, Any]) -> bool:
+def may_overwrite_logits(args: Args, batch: dict[str, Any]) -> bool:
     """Return whether slime's losses may overwrite the logits of ``batch``: a user's loss may still read them."""
     return isinstance(batch, LossBatch) and batch.overwrite_logits and args.loss_type != "custom_loss"
 
@@ -200,7 +200,7 @@ def steps_of(data: RolloutData) -> list[list[list[int]]]:
 
 
 def micro_batch_iterators(
-    args: Namespace, data: RolloutData, micro_batches: list[list[int]], num_chunks: int
+    args: Args, data: RolloutData, micro_batches: list[list[int]], num_chunks: int
 ) -> list[Iterator[LossBatch]]:
     """Return one iterator over ``micro_batches`` per model chunk (virtual pipeline stages each pull every one)."""
     return [(build_micro_batch(args, data, indices) for indices in micro_batches) for _ in range(num_chunks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.train.data import LossBatch, RolloutData, pack_tokens
 
 
@@ -50,7 +51,7 @@ class DataIterator:
 
 
 def get_data_iterator(
-    args: Any, model: Sequence[Any], rollout_data: RolloutData
+    args: Args, model: Sequence[Any], rollout_data: RolloutData
 ) -> tuple[list[DataIterator], list[int]]:
     """Return an iterator over the schedule of ``rollout_data`` per model chunk, and the micro-batches of each step."""
     del args  # the schedule was made where the data was divided over the ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import sample_name
 from slime.batching.ragged_tensor import as_lists
@@ -41,7 +41,7 @@ class TrainerHooks:
     postprocess_rollout_data: OptionalCall = None
 
 
-def optional_function(args: Namespace, name: str) -> Hook | None:
+def optional_function(args: Args, name: str) -> Hook | None:
     """Return the function that the dotted path ``args.<name>`` names, or None when it is not given.
 
     Raises whatever ``load_function`` raises for a path that leads nowhere, and TypeError, with both signatures, for
@@ -51,7 +51,7 @@ def optional_function(args: Namespace, name: str) -> Hook | None:
     return checked_hook(path, CONTRACTS[name], CONTRACTS[name].flag) if path else None
 
 
-def load_trainer_hooks(args: Namespace) -> TrainerHooks:
+def load_trainer_hooks(args: Args) -> TrainerHooks:
     """Look up every hook of the trainer, also those that only loss and advantages call. Raises as above."""
     for name in CONTRACTS:
         optional_function(args, name)
@@ -130,10 +130,10 @@ def checked_reducer(hook: Hook, reduce: Any) -> Reducer:
     return reduce_to_scalar
 
 
-def check_postprocessed(hook: Hook) -> Callable[[Namespace, int, dict[str, Any]], None]:
+def check_postprocessed(hook: Hook) -> Callable[[Args, int, dict[str, Any]], None]:
     """Return ``--rollout-data-postprocess-path`` so that it raises when it leaves columns that cannot be trained on."""
 
-    def postprocess(args: Namespace, rollout_id: int, data: dict[str, Any]) -> None:
+    def postprocess(args: Args, rollout_id: int, data: dict[str, Any]) -> None:
         before = len(data["tokens"])
         as_lists(data)
         result = hook(args, rollout_id, data)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
-from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
+from slime.arguments.args import Args
+from slime.backends.megatron_utils.train.cp_utils import (
+    ResponseLayout,
+)
 from slime.batching.ragged_tensor import flat
 from slime.utils.declared import with_defaults
 
@@ -17,7 +19,7 @@ Corrected = tuple[Tensor, Sequence[Tensor], dict[str, Tensor]]
 
 
 def vanilla_tis_function(
-    args: Namespace,
+    args: Args,
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
@@ -36,7 +38,7 @@ def vanilla_tis_function(
 
 
 def icepop_function(
-    args: Namespace,
+    args: Args,
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
@@ -51,7 +53,7 @@ def icepop_function(
 
 
 def mis_function(
-    args: Namespace,
+    args: Args,
     *,
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],
@@ -82,7 +84,7 @@ def mis_function(
 
 
 def _corrected(
-    args: Namespace,
+    args: Args,
     weigh: Callable[[Tensor, Tensor, float, float], ImportanceWeights],
     pg_loss: Tensor,
     train_log_probs: Sequence[Tensor],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils.lora.adapter import adapters_off
@@ -40,7 +40,7 @@ Finish = Callable[..., Any]
 
 
 def run_schedule(
-    args: Namespace,
+    args: Args,
     model: Sequence[torch.nn.Module],
     data: RolloutData,
     micro_batches: list[list[int]],
@@ -124,7 +124,7 @@ def _needs_no_logits(chunk: torch.nn.Module) -> bool:
     return getattr(model, "logits_may_be_overwritten", False)
 
 
-def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
+def may_round_logits(args: Args, chunk: torch.nn.Module) -> bool:
     """Return whether the logits may stay in the 16 bits in which the model computes them.
 
     slime's losses make fp32 numbers of a chunk at a time. A user's loss, and top-p masks, get fp32 logits.
@@ -138,7 +138,7 @@ def may_round_logits(args: Namespace, chunk: torch.nn.Module) -> bool:
 
 @torch.no_grad()
 def forward_only(
-    args: Namespace,
+    args: Args,
     model: Sequence[torch.nn.Module],
     data: RolloutData,
     collect: Callable[..., tuple[Tensor, dict[str, list[Tensor]]]],
@@ -186,7 +186,7 @@ def forward_only(
     return {name: RaggedTensor.of(column) for name, column in collected.items()}
 
 
-def old_log_probs_equal_current(args: Namespace, data: RolloutData) -> bool:
+def old_log_probs_equal_current(args: Args, data: RolloutData) -> bool:
     """Return whether the separate old log-prob pass can be left out because its result is known.
 
     With one optimizer step per rollout the policy that is differentiated *is* the old policy, so its detached
@@ -241,7 +241,7 @@ class LogProbPasses:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         model: Sequence[torch.nn.Module],
         backup: WeightBackup,
         hooks: TrainerHooks,

@@ -8,7 +8,6 @@ see ``cp_utils``). The mathematics is in ``slime.algorithms``.
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, TypedDict
 
@@ -23,6 +22,7 @@ from slime.algorithms.reducers import num_trained_tokens
 from slime.algorithms.rewards import leave_one_out
 from slime.algorithms.trained_tokens import finite_elsewhere
 from slime.algorithms.whitening import masked_whiten
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import add_mtp_loss
 from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
@@ -82,11 +82,11 @@ class LossReport(TypedDict):
     mismatch: Tensor | None
 
 
-LossFunction = Callable[[Namespace, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
+LossFunction = Callable[[Args, dict[str, Any], Tensor, Reducer], tuple[Tensor, dict[str, Tensor]]]
 
 
 def sft_loss_function(
-    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+    args: Args, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (negative log-likelihood of the trained response tokens, {"loss"}), reduced by ``sum_of_sample_mean``."""
     args = with_defaults(args)
@@ -103,7 +103,7 @@ def sft_loss_function(
     return loss, {"loss": loss.detach()}
 
 
-def _loss_by_type(args: Namespace) -> LossFunction:
+def _loss_by_type(args: Args) -> LossFunction:
     if args.loss_type == "policy_loss":
         return policy_loss_function
     if args.loss_type == "sft_loss":
@@ -119,7 +119,7 @@ def _loss_by_type(args: Namespace) -> LossFunction:
 
 
 def loss_function(
-    args: Namespace, batch: dict[str, Any], num_microbatches: int, logits: Tensor
+    args: Args, batch: dict[str, Any], num_microbatches: int, logits: Tensor
 ) -> tuple[Tensor, LossReport] | tuple[Tensor, Tensor, LossReport]:
     """Return what Megatron's schedules expect of a micro-batch, scaled so that gradients do not depend on the layout.
 
@@ -163,7 +163,7 @@ def loss_function(
     return loss * scale, report
 
 
-def add_distillation(args: Namespace, data: RolloutData) -> None:
+def add_distillation(args: Args, data: RolloutData) -> None:
     """With ``--use-opd``: take ``opd_kl_coef`` times the reverse KL off ``advantages``, and set ``opd_reverse_kl``.
 
     The student's log-probs are those of the old policy. Returns of a value function stay as they are: it does not know
@@ -189,7 +189,7 @@ def add_distillation(args: Namespace, data: RolloutData) -> None:
 Column = list[Tensor]
 
 
-def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
+def compute_advantages_and_returns(args: Args, rollout_data: dict) -> None:
     """Set ``kl``, ``advantages`` and ``returns`` in ``rollout_data``: lists of local tensors [n_local], one per sample.
 
     ``kl`` is that of the policy to the reference (zeros with ``kl_coef`` 0). ``--custom-advantage-function-path``
@@ -218,7 +218,7 @@ def compute_advantages_and_returns(args: Namespace, rollout_data: dict) -> None:
         rollout_data["advantages"] = _whiten(rollout_data, layout)
 
 
-def _kl(args: Namespace, data: dict, layout: ResponseLayout) -> Column:
+def _kl(args: Args, data: dict, layout: ResponseLayout) -> Column:
     masks = layout.local(data["loss_masks"])
     if args.kl_coef == 0:
         return [torch.zeros(mask.shape, dtype=torch.float32, device=mask.device) for mask in masks]
@@ -231,7 +231,7 @@ def _kl(args: Namespace, data: dict, layout: ResponseLayout) -> Column:
     return finite_elsewhere(masks, kl)
 
 
-def _estimate(args: Namespace, data: dict, layout: ResponseLayout) -> tuple[Column, Column]:
+def _estimate(args: Args, data: dict, layout: ResponseLayout) -> tuple[Column, Column]:
     """Return (advantages, returns) of the table's entry."""
     estimator = estimator_of(args)
     if estimator.needs_critic and "values" not in data:
@@ -248,7 +248,7 @@ def _estimate(args: Namespace, data: dict, layout: ResponseLayout) -> tuple[Colu
     return load_function(estimator.advantages)(args, inputs)
 
 
-def _leave_one_out_kl(args: Namespace, data: dict, layout: ResponseLayout) -> list[float]:
+def _leave_one_out_kl(args: Args, data: dict, layout: ResponseLayout) -> list[float]:
     """Return the KL of each response minus the mean over its group's other trajectories, on whatever ranks those are.
 
     The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.

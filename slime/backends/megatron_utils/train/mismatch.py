@@ -7,13 +7,13 @@ before the step or, where that pass is left out, those of the step itself.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from slime.algorithms.mismatch import combine, mismatch_sums_by_sample
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
     data_parallel,
@@ -48,7 +48,7 @@ def note_mismatch(batch: dict[str, Any]) -> torch.Tensor | None:
 class MismatchMeter:
     """Of one rollout: measures every step before it changes anything, and warns once."""
 
-    def __init__(self, args: Namespace, rollout_id: int, data: RolloutData, device: torch.device) -> None:
+    def __init__(self, args: Args, rollout_id: int, data: RolloutData, device: torch.device) -> None:
         self._data, self._device, self._rollout_id = data, device, rollout_id
         self._alarm = args.mismatch_alarm_threshold
         self._stop = args.mismatch_stop_threshold

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,11 @@ from slime.algorithms.kl import compute_approx_kl
 from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute_opsm_mask, compute_policy_loss
 from slime.algorithms.reducers import constant_length, turn_mean
 from slime.algorithms.trained_tokens import finite_elsewhere
-from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
+from slime.arguments.args import Args
+from slime.backends.megatron_utils.train.cp_utils import (
+    Reducer,
+    ResponseLayout,
+)
 from slime.backends.megatron_utils.train.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.train.hooks import (
     REDUCER_KEYWORDS,
@@ -47,7 +50,7 @@ class LogProbs:
 
 
 def policy_loss_function(
-    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+    args: Args, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (loss, metrics), scalars reduced by ``sum_of_sample_mean``.
 
@@ -126,7 +129,7 @@ def _comparisons(batch: dict[str, Any], log_probs: LogProbs, reduce: Reducer) ->
     return metrics
 
 
-def _log_probs(args: Namespace, batch: dict[str, Any], current: Column) -> LogProbs:
+def _log_probs(args: Args, batch: dict[str, Any], current: Column) -> LogProbs:
     detached = [values.detach() for values in current]
     trainer = batch.get("log_probs") or detached
     rollout = batch.get("rollout_log_probs")
@@ -163,9 +166,7 @@ def _ppo_kl(estimator: Estimator, layout: ResponseLayout, batch: dict[str, Any],
     )
 
 
-def _off_policy_sequences(
-    args: Namespace, layout: ResponseLayout, batch: dict[str, Any], log_probs: LogProbs
-) -> Tensor:
+def _off_policy_sequences(args: Args, layout: ResponseLayout, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
     """OPSM: 0 for tokens with A < 0 of sequences whose mean(old - current) exceeds ``opsm_delta``, else 1."""
     keep, _ = compute_opsm_mask(
         args=args,
@@ -178,7 +179,7 @@ def _off_policy_sequences(
 
 
 def _correct_importance(
-    args: Namespace, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
+    args: Args, batch: dict[str, Any], log_probs: LogProbs, pg_loss: Tensor
 ) -> tuple[Tensor, Column, dict[str, Tensor]]:
     if log_probs.rollout is None:
         raise ValueError(
@@ -198,7 +199,7 @@ def _correct_importance(
     return checked_correction(custom, result, pg_loss, batch["loss_masks"])
 
 
-def _reducer(args: Namespace, layout: ResponseLayout, batch: dict[str, Any], masks: Column) -> Reducer:
+def _reducer(args: Args, layout: ResponseLayout, batch: dict[str, Any], masks: Column) -> Reducer:
     """The reducer with other masks as numerators; denominators stay those of the original masks."""
     sums = batch.get("rollout_mask_sums")
     if sums is None:
@@ -210,9 +211,7 @@ def _reducer(args: Namespace, layout: ResponseLayout, batch: dict[str, Any], mas
     return reduce
 
 
-def _pg_reducer(
-    args: Namespace, layout: ResponseLayout, batch: dict[str, Any], masks: Column, default: Reducer
-) -> Reducer:
+def _pg_reducer(args: Args, layout: ResponseLayout, batch: dict[str, Any], masks: Column, default: Reducer) -> Reducer:
     if args.pg_loss_reducer == "constant_length":
         return constant_length(layout.local(masks), args.pg_loss_length)
     custom = optional_function(args, "custom_pg_loss_reducer_function_path")
@@ -231,7 +230,7 @@ def _turn_mean(layout: ResponseLayout, batch: dict[str, Any], masks: Column) -> 
     return turn_mean(layout.local(masks), own, batch["rollout_turn_counts"])
 
 
-def _kl_to_reference(args: Namespace, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
+def _kl_to_reference(args: Args, batch: dict[str, Any], log_probs: LogProbs) -> Tensor:
     current = flat(log_probs.current)
     ratio = None
     if args.use_unbiased_kl:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from slime.algorithms.log_probs import log_probs_and_entropy
 from slime.algorithms.top_p_mask import TopPMask, top_p_log_probs
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import response_rows_and_targets
 from slime.backends.megatron_utils.train.data import LossBatch
@@ -28,7 +28,7 @@ def top_p_keywords(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {keyword: batch[name] for name, keyword in TOP_P_COLUMNS.items() if batch.get(name) is not None}
 
 
-def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) -> dict[str, Any]:
+def get_rollout_top_p_logprob_kwargs(args: Args, batch: Mapping[str, Any]) -> dict[str, Any]:
     """``top_p_keywords`` under the name that losses written for slime's main branch import from ``loss``."""
     del args  # the batch has masks where --rollout-top-p asks for them
     return top_p_keywords(batch)
@@ -37,7 +37,7 @@ def get_rollout_top_p_logprob_kwargs(args: Namespace, batch: Mapping[str, Any]) 
 def get_responses(
     logits: Tensor,
     *,
-    args: Namespace,
+    args: Args,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -72,7 +72,7 @@ def packed_row(outputs: Tensor) -> Tensor:
 def get_log_probs_and_entropy(
     logits: Tensor,
     *,
-    args: Namespace,
+    args: Args,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],

@@ -12,7 +12,6 @@ Megatron asks an object of ours for the top-k of every router (its attribute ``r
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.train.data import rows_of_batch
 from slime.batching.routed_experts import has_successor, rows_of_experts
 
@@ -40,7 +40,7 @@ class RoutingReplay:
     choices come with the rollout data (R3) instead of being recorded.
     """
 
-    def __init__(self, args: Namespace, routers: Sequence[torch.nn.Module] = (), *, from_engines: bool = False) -> None:
+    def __init__(self, args: Args, routers: Sequence[torch.nn.Module] = (), *, from_engines: bool = False) -> None:
         self._args = args
         self._from_engines = from_engines
         self._layers = [int(router.layer_number) - 1 for router in routers]  # type: ignore[arg-type]
@@ -113,6 +113,10 @@ class RoutingReplay:
         differing, total = counts.tolist()
         return {"routing_replay_differing": differing / total if total else 0.0}
 
+    @property
+    def _num_experts(self) -> int:
+        return self._args.num_experts or 0
+
     @contextmanager
     def _in_stage(self, stage: str) -> Iterator[None]:
         if not self.active:
@@ -144,9 +148,9 @@ class RoutingReplay:
                     "(Sample.append_response_tokens)"
                 )
             experts = rows_of_experts(
-                batch["rollout_routed_experts"], rows, self._layers, num_experts=self._args.num_experts
+                batch["rollout_routed_experts"], rows, self._layers, num_experts=self._num_experts
             )
-            self._chosen[key] = [_kept(layer, self._args.num_experts, batch["tokens"].is_cuda) for layer in experts]
+            self._chosen[key] = [_kept(layer, self._num_experts, batch["tokens"].is_cuda) for layer in experts]
         elif self._stage == RECORD:
             self._chosen[key] = [None] * len(self._routers)
 
@@ -158,7 +162,7 @@ class RoutingReplay:
         key = router.to_recompute.popleft() if recomputing else self._current
         if self._stage == RECORD:
             values, indices = own_choice()
-            self._chosen[key][place] = _kept(indices, self._args.num_experts, indices.is_cuda)  # type: ignore[index]
+            self._chosen[key][place] = _kept(indices, self._num_experts, indices.is_cuda)  # type: ignore[index]
             return values, indices
         chosen = self._chosen.get(key, [None] * len(self._routers))[place]  # type: ignore[arg-type]
         if chosen is None or len(chosen) != len(scores):
@@ -216,7 +220,7 @@ def _kept(indices: Tensor, num_experts: int, pinned: bool) -> Tensor:
     return copy.copy_(small, non_blocking=True)
 
 
-def build_routing_replay(args: Namespace, model: Sequence[torch.nn.Module]) -> RoutingReplay:
+def build_routing_replay(args: Args, model: Sequence[torch.nn.Module]) -> RoutingReplay:
     """Return the replay for ``model`` (list of chunks) that ``--use-routing-replay`` asks for; else one that is inert.
 
     Layers of multi-token prediction route for themselves: neither the log-prob pass nor the engine's answer holds a

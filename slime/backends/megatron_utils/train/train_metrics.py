@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from argparse import Namespace
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Real
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from slime.algorithms.trained_tokens import where_trained
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
     context_parallel,
@@ -45,7 +45,7 @@ FORWARD_PASSES = {
 }  # fmt: skip
 
 
-def rollout_means(args: Namespace, data: RolloutData) -> dict[str, float]:
+def rollout_means(args: Args, data: RolloutData) -> dict[str, float]:
     """Return the mean of every numeric per-sample column over all DP x CP ranks (collective on the last stage).
 
     Columns with a value per response token use the masked mean of the loss, over the trajectories that have a trained
@@ -112,7 +112,7 @@ def _mean_of_trajectories(parts: Sequence[TrajectorySums]) -> float:
     return math.fsum(total / count for total, count in sums.values()) / max(len(sums), 1)
 
 
-def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> dict[str, float]:
+def log_rollout_metrics(args: Args, rollout_id: int, data: RolloutData) -> dict[str, float]:
     """Log and return ``rollout/*`` of this rollout.
 
     Collective over DP x CP on the last stage; the others return {}.
@@ -125,13 +125,13 @@ def log_rollout_metrics(args: Namespace, rollout_id: int, data: RolloutData) -> 
     return metrics
 
 
-def train_data_metrics(args: Namespace, data: RolloutData) -> dict[str, float]:
+def train_data_metrics(args: Args, data: RolloutData) -> dict[str, float]:
     """Return ``rollout/*`` of the columns that are trained on (collective over DP x CP on the last stage)."""
     means = {**rollout_means(args, data), **correct_sample_means(args, data, all_gather_objects)}
     return {f"rollout/{name}": value for name, value in means.items()}
 
 
-def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, float]], prefix: str = "") -> None:
+def log_train_metrics(args: Args, rollout_id: int, steps: list[dict[str, float]], prefix: str = "") -> None:
     """Log ``train/<prefix>*`` of every optimizer step at its place on the axis ``train/step``."""
     if not is_main_rank():
         return
@@ -140,7 +140,7 @@ def log_train_metrics(args: Namespace, rollout_id: int, steps: list[dict[str, fl
         log(args, {**named, "train/step": train_step(args, rollout_id, step_id, len(steps))}, "train/step")
 
 
-def train_step(args: Namespace, rollout_id: int, step_id: int, num_steps: int) -> int:
+def train_step(args: Args, rollout_id: int, step_id: int, num_steps: int) -> int:
     """Return the place of an optimizer step on the ``train/step`` axis.
 
     The number of steps differs between rollouts where samples are carried over to the next one, so each rollout has
@@ -152,7 +152,7 @@ def train_step(args: Namespace, rollout_id: int, step_id: int, num_steps: int) -
     return rollout_id * max(num_steps, -(-samples // args.global_batch_size)) + step_id
 
 
-def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int], prefix: str = "") -> dict[str, float]:
+def log_perf(args: Args, rollout_id: int, shard_lengths: list[int], prefix: str = "") -> dict[str, float]:
     """Log and return ``perf/<prefix>*``: seconds by timer, tokens and TFLOP/s per device, share of time waited.
 
     ``shard_lengths`` are the total lengths of this DP rank's samples. Collective over DP x CP on the last stage.
@@ -184,9 +184,7 @@ def log_perf(args: Namespace, rollout_id: int, shard_lengths: list[int], prefix:
 _QUARTERS = ("p25", "p50", "p75", "p100")
 
 
-def correct_sample_means(
-    args: Namespace, data: RolloutData, all_gather: Callable[[Any], list[Any]]
-) -> dict[str, float]:
+def correct_sample_means(args: Args, data: RolloutData, all_gather: Callable[[Any], list[Any]]) -> dict[str, float]:
     """Return means over the samples whose raw reward is 1, of all ranks; {} without the flag or such a sample.
 
     ``correct_response_lengths``; ``correct_length/p25`` to ``/p100``: the share of them whose response fills up to a
@@ -252,9 +250,7 @@ def watch_memory(device: torch.device) -> PhasePeaks:
     return peaks
 
 
-def log_memory(
-    args: Namespace, rollout_id: int, peaks: PhasePeaks, *, prefix: str = "", **copies: int
-) -> dict[str, float]:
+def log_memory(args: Args, rollout_id: int, peaks: PhasePeaks, *, prefix: str = "", **copies: int) -> dict[str, float]:
     """Log and return ``perf/memory/<prefix><name>`` in GiB: phases, and ``copies`` in bytes by name (collective).
 
     Each value is the highest of all ranks.
@@ -271,7 +267,7 @@ def log_memory(
 _GRAD_NORM_TOLERANCE = 0.01
 
 
-def check_rollout(args: Namespace, rollout_id: int, metrics: dict[str, float]) -> None:
+def check_rollout(args: Args, rollout_id: int, metrics: dict[str, float]) -> None:
     """Check means over the rollout: log-probs in (-1, 0), entropy in (0, 1), reference equal to actor at rollout 0.
 
     Raises AssertionError. No-op without ``--ci-test``, and off the last pipeline stage, where there are no metrics.
@@ -288,7 +284,7 @@ def check_rollout(args: Namespace, rollout_id: int, metrics: dict[str, float]) -
         assert 0 < entropy < 1, f"mean entropy {entropy} is outside of (0, 1)"
 
 
-def check_steps(args: Namespace, rollout_id: int, steps: list[dict[str, float]], role: str = "actor") -> None:
+def check_steps(args: Args, rollout_id: int, steps: list[dict[str, float]], role: str = "actor") -> None:
     """Check the optimizer steps' metrics and compare or record gradient norms. Raises AssertionError."""
     for step_id, metrics in enumerate(steps):
         if args.ci_test:
@@ -296,7 +292,7 @@ def check_steps(args: Namespace, rollout_id: int, steps: list[dict[str, float]],
         _compare_grad_norm(args, role, rollout_id, step_id, metrics["grad_norm"])
 
 
-def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[str, float]) -> None:
+def _check_step(args: Args, rollout_id: int, step_id: int, metrics: dict[str, float]) -> None:
     where = f"rollout {rollout_id}, step {step_id}"
     threshold = args.ci_train_rollout_logprob_abs_diff_threshold
     difference = metrics.get("train_rollout_logprob_abs_diff")
@@ -321,11 +317,11 @@ def _check_step(args: Namespace, rollout_id: int, step_id: int, metrics: dict[st
         )
 
 
-def _kl_checks(args: Namespace) -> bool:
+def _kl_checks(args: Args) -> bool:
     return not args.ci_disable_kl_checker and not args.use_rollout_routing_replay
 
 
-def _compare_grad_norm(args: Namespace, role: str, rollout_id: int, step_id: int, grad_norm: float) -> None:
+def _compare_grad_norm(args: Args, role: str, rollout_id: int, step_id: int, grad_norm: float) -> None:
     fields = {"role": role, "rollout_id": rollout_id, "step_id": step_id}
     if (template := args.ci_save_grad_norm) and is_main_rank():
         path = Path(template.format(**fields))
@@ -351,7 +347,7 @@ _CP_LOCAL = (
 _SHARD_KEYS = ("sample_indices", "partition", "micro_batch_indices", "num_microbatches", "global_batch_sizes")
 
 
-def save_train_dump(args: Namespace, rollout_id: int, data: RolloutData) -> None:
+def save_train_dump(args: Args, rollout_id: int, data: RolloutData) -> None:
     """Write format version 2 to the path template ``args.save_debug_train_data`` (fields rollout_id, rank).
 
     Collective over DP x CP on the last pipeline stage; the file is written by its first rank.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import needs_shared_embedding
 from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
@@ -37,13 +37,13 @@ class NonFiniteError(RuntimeError):
 class StepContext:
     """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``; None in a run without steps."""
 
-    args: Namespace
+    args: Args
     model: Sequence[Any]
     optimizer: Any
     scheduler: Any
     hooks: TrainerHooks
     device: torch.device
-    routing: RoutingReplay = field(default_factory=lambda: RoutingReplay(Namespace()))
+    routing: RoutingReplay = field(default_factory=lambda: RoutingReplay(Args()))
     balancing: Balancing = field(default_factory=Balancing)
 
 
@@ -276,7 +276,7 @@ _OF_KEPT = (
 """What the policy loss measures of the tokens that a correction has left; the others are of all trained tokens."""
 
 
-def _reduce_reports(args: Namespace, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
+def _reduce_reports(args: Args, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:
     """Sum the micro-batches' reports over DP x CP (collective) and divide by what was summed.
 
     That is the weight of the tokens that are trained, or of those that a correction has left of them: their number, or

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.arguments.rules.checkpoints import needs_teacher, trains_policy
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.checkpoints.digests import WAY_BACK_OF_HF, check_files, write_digests
@@ -84,12 +84,12 @@ class MegatronTrainer:
     metric_prefix = ""
     """Before the names of metrics: ``train/<prefix>loss``, ``perf/<prefix>train_time``."""
 
-    args: Namespace
+    args: Args
     model: list[torch.nn.Module]
     parallel_config: dict[str, int]
     is_weight_source: bool
 
-    def __init__(self, args: Namespace, role: str = ACTOR, with_ref: bool = False) -> None:
+    def __init__(self, args: Args, role: str = ACTOR, with_ref: bool = False) -> None:
         if role != self.role:
             raise ValueError(f"this trainer plays the role {self.role!r}, not {role!r}")
         self.args = args
@@ -390,7 +390,7 @@ class MegatronTrainer:
 
 
 def canary_log_probs(
-    args: Namespace, model: Sequence[torch.nn.Module], tokens: Sequence[int], device: torch.device
+    args: Args, model: Sequence[torch.nn.Module], tokens: Sequence[int], device: torch.device
 ) -> list[float] | None:
     """Return log p(token | those before it) of ``tokens[1:]``, a fixed prompt, without temperature and top-p.
 
@@ -429,7 +429,7 @@ class CriticTrainer(MegatronTrainer):
     role = CRITIC
     metric_prefix = "critic-"
 
-    def __init__(self, args: Namespace, role: str = CRITIC, with_ref: bool = False) -> None:
+    def __init__(self, args: Args, role: str = CRITIC, with_ref: bool = False) -> None:
         if with_ref:
             raise ValueError("the critic has no reference model: its rewards are without the KL penalty")
         super().__init__(args, role=role)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.losses import compute_value_loss
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.checkpoints.directory import TORCH_DIST, stored_format
 from slime.backends.megatron_utils.checkpoints.formats import shapes_of
 from slime.backends.megatron_utils.model.value_head import VALUE_HEAD
@@ -38,7 +38,7 @@ def checkpoint_has_value_head(directory: Path, hidden_size: int) -> bool:
 def get_values(
     logits: Tensor,
     *,
-    args: Namespace,
+    args: Args,
     unconcat_tokens: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
@@ -63,7 +63,7 @@ def get_values(
 
 
 def value_loss_function(
-    args: Namespace, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
+    args: Args, batch: dict[str, Any], logits: Tensor, sum_of_sample_mean: Reducer
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (clipped value loss, {"value_loss", "value_clipfrac"}), reduced by ``sum_of_sample_mean``.
 

@@ -6,13 +6,13 @@ The actor is trained; the reference, the teacher of on-policy distillation and t
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.checkpoints.digests import WAY_BACK_OF_HF, check_files
 from slime.backends.megatron_utils.checkpoints.directory import find_checkpoint, is_megatron_checkpoint, iteration_dir
 from slime.backends.megatron_utils.checkpoints.save_load import TrainerState, load_checkpoint
@@ -94,7 +94,7 @@ def _wait_for_copies(model: Sequence[torch.nn.Module]) -> None:
 logger = logging.getLogger(__name__)
 
 
-def refreshed_reference(args: Namespace) -> tuple[str, int] | None:
+def refreshed_reference(args: Args) -> tuple[str, int] | None:
     """Return (root, iteration) of the checkpoint whose weights the reference had when the run stopped, or None.
 
     After rollout ``r`` with ``(r + 1) % interval == 0`` the actor becomes the reference, so on resume it is the actor
@@ -122,7 +122,7 @@ def refreshed_reference(args: Namespace) -> tuple[str, int] | None:
 TEACHER = "teacher"
 
 
-def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: WeightBackup) -> None:
+def load_teacher(args: Args, model: Sequence[torch.nn.Module], backup: WeightBackup) -> None:
     """Load ``--opd-teacher-load`` through ``model`` into ``backup`` as ``teacher`` (collective).
 
     A Megatron checkpoint (at ``--opd-teacher-ckpt-step``, else the step it tracks) or a Hugging Face directory, of the
@@ -132,6 +132,7 @@ def load_teacher(args: Namespace, model: Sequence[torch.nn.Module], backup: Weig
     from slime.backends.megatron_utils.weights import load_hf
 
     source, step = args.opd_teacher_load, args.opd_teacher_ckpt_step
+    assert source is not None, "--opd-type megatron needs --opd-teacher-load"
     try:
         if is_megatron_checkpoint(source):
             state = TrainerState(model, base_only=bool(args.lora_rank))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.iterate import Described, describe_hf_weights, iter_hf_weights
@@ -23,7 +23,7 @@ from slime.weights.quantization import Quantizer, read_format
 
 def export_hf(
     model_chunks: Sequence[torch.nn.Module],
-    args: Namespace,
+    args: Args,
     out_dir: str | Path,
     *,
     max_shard_bytes: int = hf_writer.MAX_SHARD_BYTES,
@@ -50,7 +50,7 @@ def export_hf(
     )
 
 
-def _refuse_source(out: Path, args: Namespace) -> None:
+def _refuse_source(out: Path, args: Args) -> None:
     source = Path(args.hf_checkpoint)
     if out.exists() and source.exists() and os.path.samefile(out, source):
         raise ValueError(f"refusing to export into {out}: it is --hf-checkpoint, which the run still reads")
@@ -81,7 +81,7 @@ def _is_writer() -> bool:
 
 
 def _plan(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, max_shard_bytes: int, quantizer: Quantizer | None
+    model_chunks: Sequence[torch.nn.Module], args: Args, max_shard_bytes: int, quantizer: Quantizer | None
 ) -> tuple[int, list[list[Described]]] | None:
     """Return ``(pipeline stage, tensors of each shard)`` on the writer of a stage, None on other ranks."""
     from megatron.core import parallel_state as mpu
@@ -101,7 +101,7 @@ def _plan(
 
 
 def described_weights(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, quantizer: Quantizer | None
+    model_chunks: Sequence[torch.nn.Module], args: Args, quantizer: Quantizer | None
 ) -> Sequence[Described]:
     """Return ``(name, shape, dtype)`` of what this stage exports, in that order; not collective."""
     weights = describe_hf_weights(model_chunks, args)
@@ -129,7 +129,7 @@ def _file_names(plans: list[Any]) -> dict[int, list[str]]:
 
 def _write_stage(
     model_chunks: Sequence[torch.nn.Module],
-    args: Namespace,
+    args: Args,
     partial: Path,
     plans: list[Any],
     quantizer: Quantizer | None,
@@ -151,7 +151,7 @@ def _write_stage(
             pass
 
 
-def _complete(args: Namespace, partial: Path, out: Path, plans: list[Any], keep: bool) -> None:
+def _complete(args: Args, partial: Path, out: Path, plans: list[Any], keep: bool) -> None:
     """``keep``: the quantization of ``--hf-checkpoint``; otherwise nothing of the export is quantized."""
     source, family = Path(args.hf_checkpoint), model_family(args)
     shards, size = _written(plans)

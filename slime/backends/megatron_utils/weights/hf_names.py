@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.weights.layouts import Dims, Vocabulary
 from slime.backends.megatron_utils.weights.maps import family_of
 from slime.backends.megatron_utils.weights.naming import hf_place
@@ -32,7 +32,7 @@ CONVERTERS = {
 
 
 def convert_to_hf(
-    args: Namespace, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
+    args: Args, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
 ) -> Pairs:
     """Return (Hugging Face name, tensor) pairs of the parameter ``name``, gathered over all tensor-parallel ranks.
 
@@ -69,18 +69,18 @@ def strip_param_name_prefix(name: str) -> str:
     return name
 
 
-def __getattr__(name: str) -> Callable[[Namespace, str, torch.Tensor], Pairs]:
+def __getattr__(name: str) -> Callable[[Args, str, torch.Tensor], Pairs]:
     if name not in CONVERTERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return partial(_convert, CONVERTERS[name])
 
 
-def _convert(families: Sequence[str], args: Namespace, name: str, param: torch.Tensor) -> Pairs:
+def _convert(families: Sequence[str], args: Args, name: str, param: torch.Tensor) -> Pairs:
     known = (family for family in families if family_of(family).knows(strip_param_name_prefix(name)))
     return convert_to_hf(args, next(known, families[0]), name, param)
 
 
-def _dims(args: Namespace, param: torch.Tensor) -> Dims:
+def _dims(args: Args, param: torch.Tensor) -> Dims:
     heads = args.num_attention_heads
     groups = args.num_query_groups if args.group_query_attention else heads
     channels = args.kv_channels or args.hidden_size // heads

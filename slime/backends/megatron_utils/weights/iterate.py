@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.state.parallel import Ranks, expert_parallel, unwrap
 from slime.backends.megatron_utils.weights.layouts import Dims
@@ -16,13 +16,13 @@ from slime.backends.megatron_utils.weights.naming import Weight, model_dims, mod
 from slime.utils import accelerator
 
 Described = tuple[str, tuple[int, ...], torch.dtype]
-Select = Callable[[Sequence[torch.nn.Module], Namespace, Family], list[Weight]]
+Select = Callable[[Sequence[torch.nn.Module], Args, Family], list[Weight]]
 """Which weights of a rank are meant: ``weights_of``, or those of adapters (``lora.peft``)."""
 
 
 @torch.no_grad()
 def iter_hf_weights(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, *, gather_pp: bool = False, select: Select = weights_of
+    model_chunks: Sequence[torch.nn.Module], args: Args, *, gather_pp: bool = False, select: Select = weights_of
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(hf_name, full tensor)`` on the device, in the order of the modules, routed experts after all else.
 
@@ -54,7 +54,7 @@ def iter_hf_weights(
 
 
 def describe_hf_weights(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, select: Select = weights_of
+    model_chunks: Sequence[torch.nn.Module], args: Args, select: Select = weights_of
 ) -> list[Described]:
     """Return ``(name, full shape, dtype)`` of what ``iter_hf_weights`` yields for this stage; not collective."""
     import_megatron()
@@ -68,7 +68,7 @@ def describe_hf_weights(
 
 
 def _own_stage(
-    model_chunks: Sequence[torch.nn.Module], args: Namespace, select: Select
+    model_chunks: Sequence[torch.nn.Module], args: Args, select: Select
 ) -> Iterator[tuple[str, torch.Tensor]]:
     dims = model_dims(args, unwrap(model_chunks[0]).config)
     for unit in _units(model_chunks, args, select):
@@ -83,7 +83,7 @@ def _own_stage(
         yield from zip(_hf_names(unit, dims), tensors, strict=True)
 
 
-def _units(model_chunks: Sequence[torch.nn.Module], args: Namespace, select: Select) -> list[list[Weight]]:
+def _units(model_chunks: Sequence[torch.nn.Module], args: Args, select: Select) -> list[list[Weight]]:
     """Return what is gathered together: one weight, or those of all experts that share a Hugging Face tensor.
 
     This stage's weights without the copy of the embedding that a tied last stage holds.

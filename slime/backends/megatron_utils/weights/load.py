@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.state.parallel import pipeline_parallel, unwrap
 from slime.backends.megatron_utils.weights.layouts import Dims
@@ -35,7 +35,7 @@ Own = dict[tuple[bool, int | None], set[int | None]]
 
 
 @torch.no_grad()
-def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: Namespace) -> None:
+def load_hf(model_chunks: Sequence[torch.nn.Module], hf_dir: str | Path, args: Args) -> None:
     """Copy the weights in ``hf_dir`` into the parameters; each rank reads only its own part of the files.
 
     Not collective. Raises ValueError for missing, unexpected and mis-shaped tensors (all of a kind at once, with tensor
@@ -82,7 +82,7 @@ def _check_names(
     checkpoint: HfCheckpoint,
     weights: list[Weight],
     family: Family,
-    args: Namespace,
+    args: Args,
     dims: Dims,
     unneeded: set[str],
     in_mtp: frozenset[str],
@@ -111,7 +111,7 @@ def _check_names(
         )
 
 
-def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Namespace, dims: Dims) -> bool:
+def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Args, dims: Dims) -> bool:
     """Return whether another rank holds the tensor (or, if tied, nobody needs to).
 
     ``is_mtp``: whether it is of an MTP layer; these are all on one stage.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import (
     Ranks,
     expert_parallel,
@@ -97,12 +97,12 @@ def experts_per_rank(config: Any) -> int:
     return (getattr(config, "num_moe_experts", None) or 0) // expert_parallel().size
 
 
-def tied(args: Namespace) -> bool:
+def tied(args: Args) -> bool:
     """Return whether input embedding and output layer are one tensor."""
     return not args.untie_embeddings_and_output_weights
 
 
-def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
+def model_family(args: Args, hf_dir: str | Path | None = None) -> Family:
     """Return the family that ``--model-name`` names, else that of the checkpoint ``hf_dir`` (``args.hf_checkpoint``).
 
     slime <= 0.3.1 took the names of configuration classes (``qwen3config``), which are understood too.
@@ -113,7 +113,7 @@ def model_family(args: Namespace, hf_dir: str | Path | None = None) -> Family:
     return family_of(read_config(hf_dir or args.hf_checkpoint).get("model_type", "missing"))
 
 
-def model_dims(args: Namespace, config: Any) -> Dims:
+def model_dims(args: Args, config: Any) -> Dims:
     """Return the sizes that layouts need, from the flags and Megatron's config."""
     padded = padded_vocab_size(args)
     vocab = args.vocab_size or padded
@@ -126,7 +126,7 @@ def is_value_head(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "is_value_head", False))
 
 
-def weights_of(model_chunks: Sequence[torch.nn.Module], args: Namespace, family: Family) -> list[Weight]:
+def weights_of(model_chunks: Sequence[torch.nn.Module], args: Args, family: Family) -> list[Weight]:
     """Return this rank's weights in the order of its modules.
 
     The output layer of a model with tied embeddings is the input embedding. Raises ValueError for a parameter that the

@@ -7,10 +7,10 @@ generated.
 from __future__ import annotations
 
 import logging
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from slime.arguments.args import Args
 from slime.ray.manager.engines.members import State
 from slime.ray.manager.engines.served_model import ServedModel
 from slime.servers.engine_client import EngineClient
@@ -27,7 +27,7 @@ class CanaryError(RuntimeError):
     """Engines are further from the trainer than ``--mismatch-stop-threshold``; nothing has been generated."""
 
 
-def ask(args: Namespace, models: Iterable[ServedModel]) -> dict[str, list[float]]:
+def ask(args: Args, models: Iterable[ServedModel]) -> dict[str, list[float]]:
     """Return by engine the log-probs that it gives ``TOKENS[1:]``; of those alone that get the trainer's weights.
 
     Prefill and decode engines are asked together, through their router. What does not answer is left out: it is found
@@ -47,7 +47,7 @@ def ask(args: Namespace, models: Iterable[ServedModel]) -> dict[str, list[float]
     return {name: answer for name, answer in zip(asked, answers, strict=True) if answer is not None}
 
 
-def compare(args: Namespace, expected: Sequence[float], found: Mapping[str, Sequence[float]]) -> None:
+def compare(args: Args, expected: Sequence[float], found: Mapping[str, Sequence[float]]) -> None:
     """Report how far the engines are from the trainer's log-probs ``expected``, on average over the tokens.
 
     Warns above ``--mismatch-alarm-threshold`` and raises CanaryError above ``--mismatch-stop-threshold``; NaN is above

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
+from slime.arguments.args import Args
 from slime.arguments.placement import engine_sizes, models_of
 from slime.ray.manager.engines import canary
 from slime.ray.manager.engines.elastic import ElasticFleet
@@ -44,7 +44,7 @@ class EngineControl:
     The subclass sets ``fleet``, starts it and then sets ``_engines_ready``. The fleet reports engine failures to it.
     """
 
-    def __init__(self, args: Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         self.args = args
         self.fleet: ElasticFleet | None = None
         self._failure: Exception | None = None

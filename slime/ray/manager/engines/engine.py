@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group_table
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import PORT_ATTEMPTS
 from slime.ray.actors.engine_actor import EngineActor
@@ -34,9 +34,7 @@ class RayEngine:
     ``loopback``: all of the run is on one host, and servers listen there only.
     """
 
-    def __init__(
-        self, args: Namespace, plan: EnginePlan, slots: Any, wiring: dict[str, Any], *, loopback: bool
-    ) -> None:
+    def __init__(self, args: Args, plan: EnginePlan, slots: Any, wiring: dict[str, Any], *, loopback: bool) -> None:
         self.args, self.plan, self._loopback = args, plan, loopback
         self._pg, self._bundles, self._gpu_ids = slots
         self._wiring = wiring

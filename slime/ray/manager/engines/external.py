@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from argparse import Namespace
 
+from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import external_engine_infos_from_args, inspect
@@ -24,7 +24,7 @@ MOST_STAGES = 64
 _lives = itertools.count(1)
 
 
-def external_plans(args: Namespace) -> list[EnginePlan]:
+def external_plans(args: Args) -> list[EnginePlan]:
     """Return the engines of ``--rollout-external-engine-addrs``, which have no slots of the run's."""
     plans, offset = [], 0
     for rank, info in enumerate(external_engine_infos_from_args(args)):
@@ -36,9 +36,7 @@ def external_plans(args: Namespace) -> list[EnginePlan]:
 class ExternalEngine:
     """The server at ``plan.url``. One instance is one time that it is attached; nothing here starts or ends it."""
 
-    def __init__(
-        self, args: Namespace, plan: EnginePlan, api_key: str | None, admin_api_key: str | None = None
-    ) -> None:
+    def __init__(self, args: Args, plan: EnginePlan, api_key: str | None, admin_api_key: str | None = None) -> None:
         assert plan.url is not None
         self.args, self.plan, self.url = args, plan, plan.url
         self._api_key, self._admin_api_key = api_key, admin_api_key

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
@@ -14,6 +13,7 @@ from typing import Any, Protocol
 
 import ray
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, engines_of
 from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
@@ -68,7 +68,7 @@ class EngineFleet:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         slots: Any,
         wiring: dict[str, Any],
         events: Events,
@@ -514,7 +514,7 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
             members.started(member, infos[member.rank], State.SERVING)
 
 
-def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
+def check_renewable(args: Args, members: Sequence[Member]) -> None:
     """Raise ValueError where a push would miss something of an engine; one of every group is asked."""
     transport, wrong = transport_of(args), []
     config = read_config(args.hf_checkpoint) if Path(args.hf_checkpoint).is_dir() else {}
@@ -534,7 +534,7 @@ def check_renewable(args: Namespace, members: Sequence[Member]) -> None:
         raise ValueError("\n".join(wrong))
 
 
-def validate_slots(args: Namespace, plans: Sequence[EnginePlan], slots: Any) -> None:
+def validate_slots(args: Args, plans: Sequence[EnginePlan], slots: Any) -> None:
     """Raise ValueError unless the engines of every group fit on ``slots`` (placement group, bundles, GPUs)."""
     for _, group in groupby(plans, key=lambda plan: plan.group):
         engines = list(group)

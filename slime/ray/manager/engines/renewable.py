@@ -6,10 +6,10 @@ SGLang decides many settings by itself, from the model and the device, so what c
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from slime.arguments.args import Args
 from slime.servers.drafts import separate_draft
 
 Transport = Literal["broadcast", "tensor", "disk", "p2p"]
@@ -30,7 +30,7 @@ TAKE_QUANTIZED = {
 (``engine_plugin/slime_engine_plugin/weights/repacked.py``)."""
 
 
-def transport_of(args: Namespace) -> Transport:
+def transport_of(args: Args) -> Transport:
     """Return how the weights reach the engines."""
     if args.update_weight_transport == "disk":
         return "disk"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import NoAnswerError
 from slime.ray.manager.engines import offload
@@ -38,7 +38,7 @@ class EngineRestarts:
 
     def __init__(
         self,
-        args: Namespace,
+        args: Args,
         members: Members,
         new_engine: Callable[[EnginePlan], Engine],
         on_restart: Callable[[Member], None],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from argparse import Namespace
 from collections.abc import Sequence
 
+from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, models_of
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
@@ -49,9 +49,9 @@ class ServedModel:
         return self.router
 
     @property
-    def address(self) -> tuple[str, int | None]:
+    def address(self) -> tuple[str, int]:
         """Host, as plug-ins put it into a URL (an IPv6 address in brackets), and port of the router."""
-        return _wrap_ipv6(self.running_router.host), self.running_router.port
+        return _wrap_ipv6(self.running_router.host), self.running_router.port or 0
 
     def of(self, *states: State) -> list[Member]:
         """Return its engines in one of ``states``."""
@@ -140,7 +140,7 @@ class ServedModel:
         return f"No {lost.kind}engine{of_model} is left. With --use-fault-tolerance {is_again}."
 
 
-def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
+def served_models(args: Args, plans: Sequence[EnginePlan], members: Members) -> list[ServedModel]:
     """Return the models of a run, the first of which rollouts ask; their routers are not started."""
     models = models_of(args)
     updated = {"default": True} if models is None else {model.name: bool(model.update_weights) for model in models}
@@ -151,7 +151,7 @@ def served_models(args: Namespace, plans: Sequence[EnginePlan], members: Members
     ]
 
 
-def new_router(args: Namespace, model: ServedModel, host: str, *, is_first: bool) -> RouterProcess | RunningRouter:
+def new_router(args: Args, model: ServedModel, host: str, *, is_first: bool) -> RouterProcess | RunningRouter:
     """Return the router of ``model``; the flags that say where one is, or is to be, are about the first model's."""
     if is_first and args.sglang_router_ip is not None:
         return RunningRouter(args)
