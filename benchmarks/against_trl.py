@@ -87,7 +87,7 @@ class Run:
 
 
 class Machine:
-    """Where things are and what they run on."""
+    """Paths, and the hardware that the runs use."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.out: Path = options.out.absolute()

@@ -1,4 +1,4 @@
-"""What the journal of groups costs: bytes per token, time per group, and how long it keeps the event loop waiting.
+"""Cost of the journal of groups: bytes per token, time per group, and how long it blocks the event loop.
 
 Groups finish on an event loop at a steady rate, as they do in a rollout, and are given to a journal or to none. A task
 on the same loop sleeps 1 ms at a time and notes by how much each sleep was late. The cases take turns. The case that

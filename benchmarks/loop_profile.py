@@ -1,4 +1,4 @@
-"""Where the time of a ``train.py`` run goes: wall-clock and CPU seconds per step, by stage and by kind of process.
+"""Profile of a ``train.py`` run: wall-clock and CPU seconds per step, by stage and by kind of process.
 
 Wall-clock seconds are those that the run reports itself (``metrics.jsonl``). CPU seconds are sampled from /proc while
 it runs, for all processes that have inherited a variable of the environment, and divided where stages ended.

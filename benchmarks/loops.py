@@ -1,4 +1,4 @@
-"""Which loop is fastest on how many cores: ``train.py``, one rollout ahead and fully asynchronous, side by side.
+"""Speed of the loops by number of cores: ``train.py``, one rollout ahead and fully asynchronous, side by side.
 
 The runs are those of ``against_trl`` without TRL: a tiny model, answers of one length, one optimizer step per rollout.
 Each loop runs on 1, 2, ... ``--cores`` cores; the loops take turns, ``--repeats`` times. A table has completion tokens

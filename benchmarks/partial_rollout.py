@@ -1,4 +1,4 @@
-"""What ``--partial-rollout`` gains when response lengths have a long tail: p99 = 10 x median.
+"""Gain of ``--partial-rollout`` when response lengths have a long tail: p99 = 10 x median.
 
 Each way collects the same number of rollouts through the default rollout function from a stand-in engine that makes a
 token per slot and step. Without over-sampling the slots run empty while the longest responses finish; with it their

@@ -1,4 +1,4 @@
-"""How long an event loop is kept waiting while rewards are graded: in the workers, beside the loop, on the loop.
+"""Delay of an event loop while rewards are graded: in the workers, beside the loop, on the loop.
 
 A task sleeps 1 ms at a time and notes by how much each sleep was late, while 64 rewards of 200 ms CPU time each are
 computed: by the workers of ``slime.rollout.rm_hub`` for this loop; by as many unrelated processes, of which the loop
@@ -37,7 +37,7 @@ def burn(cpu_s: float) -> float:
 
 @dataclass
 class Setting:
-    """What is graded, and by how many processes."""
+    """The reward that is graded, and the number of processes that grade."""
 
     rewards: int
     cpu_s: float

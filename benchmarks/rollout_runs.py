@@ -1,4 +1,4 @@
-"""What the benchmarks of the default rollout share: its arguments, its prompts, and runs of several rollouts."""
+"""Shared by the benchmarks of the default rollout: its arguments, its prompts, and runs of several rollouts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Prompts:
 
 @dataclass
 class Run:
-    """What several rollouts in a row took (s of wall-clock and of processor time), for how long requests were in flight
+    """Cost of several rollouts in a row (s of wall-clock and of processor time), for how long requests were in flight
     in all, the response tokens that were returned and those kept for rollouts to come, and what the engine counted."""
 
     seconds: float

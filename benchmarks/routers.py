@@ -1,4 +1,4 @@
-"""What sglang-router and smg cost: start, time per request and CPU, side by side.
+"""Cost of sglang-router and smg: start, time per request and CPU, side by side.
 
 Stand-in engines (processes of their own) answer ``--tokens`` tokens with log-probs at once, so that the router is what
 takes the time. The routers take turns, ``--rounds`` times each; the lines at the end have the ratio smg / sglang-router

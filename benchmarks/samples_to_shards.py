@@ -1,4 +1,4 @@
-"""How fast samples become per-rank training tensors, and in how many bytes: columns against lists and tensors.
+"""Time and bytes to turn samples into per-rank training tensors: columns against lists and tensors.
 
 Each way begins with the samples of a finished rollout (lists, as generation leaves them), makes training data, puts one
 object per rank into Ray's object store, and ends with per-sample tensors in the process that gets it. Bytes are those
@@ -86,7 +86,7 @@ class PickleStore:
 
 @dataclass
 class Outcome:
-    """What the ranks have in the end, and the bytes of the objects that they got it from."""
+    """The tensors that the ranks have in the end, and the bytes of the objects that they got it from."""
 
     ranks: list[dict[str, Any]] = field(default_factory=list)
     stored: int = 0

@@ -1,4 +1,4 @@
-"""What one rollout manager costs as engines grow in number: CPU per token and request, stalls, memory, time to train.
+"""Cost of one rollout manager as engines grow in number: CPU per token and request, stalls, memory, time to train.
 
 A process plays any number of engines (``tests.support.standin.many``). Each run is a process of its own that holds the
 real rollout manager: prompts, request slots, HTTP client, samples, journal, conversion to shards, and a store for them.

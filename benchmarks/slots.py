@@ -1,4 +1,4 @@
-"""How busy the default rollout keeps the slots of an engine, over the mean time of a request.
+"""Use of an engine's slots by the default rollout, over the mean time of a request.
 
 A stand-in engine (a process of its own) runs ``--slots`` requests at a time, each for a lognormal time; the others wait
 there. Slot use is the share of the slots' time in which they run a request, as the engine counts it, from the start of

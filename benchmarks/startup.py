@@ -1,4 +1,4 @@
-"""How long a user waits for an answer about flags, as ratios to the start of Python itself.
+"""Time that a user waits for an answer about flags, as ratios to the start of Python itself.
 
 The cases take turns, so that a busy moment of the machine falls on all of them.
 
@@ -22,7 +22,7 @@ MODEL = ROOT / "scripts" / "models" / "qwen3-4B.sh"
 
 
 def cases(directory: str) -> dict[str, list[str]]:
-    """What is run -> its words."""
+    """Return name of the case -> its command line."""
     python, train = sys.executable, str(ROOT / "train.py")
     words = "--hf-checkpoint /nowhere/Qwen3-4B --prompt-data prompts.jsonl --num-rollout 100 --rollout-batch-size 32 "
     words += "--n-samples-per-prompt 8 --global-batch-size 256 --colocate --tensor-model-parallel-size 2"

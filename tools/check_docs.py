@@ -5,7 +5,7 @@ With ``--run RUN_DIR`` only compare the metrics that a run has logged with their
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
 flags, files and dotted names in code spans; Python fences compile; generated pages, the scripts of models and the types
 of arguments match what they are generated from; every page of ``docs`` can be reached from its index; prose has none of
-the words in ``WORDS``.
+the words in ``tools.check_words.WORDS``, nor has the code in the paths that are free of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from tools import (
+    check_words,
     gen_args,
     gen_arguments_doc,
     gen_config_files_doc,
@@ -54,33 +55,6 @@ QUOTES = (gen_arguments_doc.PAGE,)
 
 GENERATED_PROSE = (gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE)
 """Pages whose words come from the code."""
-WORDS = {
-    r"nucle(us|i)": "top-p set, top-p token mask",
-    r"further tokens": "MTP targets, MTP layers",
-    r"asleep|falls? asleep|sleeping trainers?": "offloaded",
-    r"wakes? up|woken": "onload",
-    r"befall?s?|befell": "happens to",
-    r"mend(s|ed)?": "fix",
-    r"torn": "split across nodes",
-    r"greet(s|ed|ing)?": "health check",
-    r"told": "a passive of: pass, name, report",
-    r"nobody": "no process, not used",
-    r"anew": "again",
-    r"go(es)? on|went on": "continue, resume",
-    r"come(s)? back|came back": "is returned, is restarted",
-    r"lives in": "is in",
-    r"for want of": "not available",
-    r"at the door of": "attributed to",
-    r"whole story": "details",
-    r"maths": "math",
-    r"learnt": "learned",
-    r"for ever": "forever",
-    r"\w*(optim|minim|maxim|summar|normal|general|initial|serial|organ|custom|synchron|recogn|token|quant)is"
-    r"(e|es|ed|er|ers|ing|ation|ations)": "American spelling, -ize",
-    r"\w*(behavi|neighb|fav|col|hon)our\w*": "American spelling, -or",
-}
-"""Words that prose does without (regular expressions) -> what to write instead."""
-_WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 
 
 def documents() -> list[Path]:
@@ -116,12 +90,11 @@ def check_python(page: Page) -> Iterator[tuple[int, str]]:
                 yield fence.line + (error.lineno or 1) - 1, f"this Python does not compile: {error.msg}"
 
 
-def check_words(page: Page) -> Iterator[tuple[int, str]]:
+def check_prose(page: Page) -> Iterator[tuple[int, str]]:
     """Yield (line, mistake) of words outside of code and link targets that have a plainer one."""
     for number, line in enumerate(page.prose.splitlines(), start=1):
-        for found in _WORDS.finditer(re.sub(r"\]\([^)]*\)", "]", line)):
-            instead = next(i for word, i in WORDS.items() if re.fullmatch(word, found[0], re.IGNORECASE))
-            yield number, f"{found[0]!r}: write {instead}"
+        for word, instead in check_words.plainer(re.sub(r"\]\([^)]*\)", "]", line)):
+            yield number, f"{word!r}: write {instead}"
 
 
 def unreachable(index: Path, pages: dict[Path, Page]) -> list[Path]:
@@ -151,7 +124,7 @@ def check_pages(paths: Iterable[Path], index: Path | None = None) -> list[str]:
         if page.path not in QUOTES:
             found += check_spans(page)
         if page.path not in GENERATED_PROSE:
-            found += check_words(page)
+            found += check_prose(page)
         for fence in page.fences:
             found += check_fence(fence)
         mistakes += [f"{_shown(page.path)}:{line}: {mistake}" for line, mistake in sorted(found)]
@@ -192,6 +165,7 @@ def main() -> int:
         *check_generated(),
         *gen_args.differences(),
         *gen_model_scripts.differences(),
+        *(mistake for _, mistake in check_words.check_paths(ROOT / path for path in check_words.CLEAN)),
     ]
     for mistake in mistakes:
         print(mistake, file=sys.stderr)

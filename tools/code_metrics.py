@@ -189,7 +189,7 @@ class Code:
         ]
 
     def functions_that_take_args(self) -> int:
-        """How many functions have a parameter named ``args``, ``*args`` not counted."""
+        """Return the number of functions that have a parameter named ``args``, ``*args`` not counted."""
         nodes = (node for module in self.modules.values() for node in module.nodes)
         return sum(
             any(a.arg == "args" for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs))
@@ -329,7 +329,7 @@ def _room(name: str, rooms: Mapping[str, int]) -> str | None:
 
 
 def _like(name: str, pattern: str) -> bool:
-    """Whether a module matches an expression of import-linter (``**`` stands for the module's children, too)."""
+    """Return True if a module matches an expression of import-linter (``**`` matches the module's children, too)."""
     return fnmatch.fnmatch(name, pattern.replace("**", "*")) or name == pattern.removesuffix(".**")
 
 

@@ -173,7 +173,7 @@ def make_targets() -> frozenset[str]:
 
 @cache
 def module_help(module: str) -> str:
-    """What ``python -m module --help`` prints."""
+    """Return the output of ``python -m module --help``."""
     command = [sys.executable, "-m", module, "--help"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
 

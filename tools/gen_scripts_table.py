@@ -78,7 +78,7 @@ def engines(values: dict[str, Any]) -> str:
 
 
 def features(values: dict[str, Any]) -> str:
-    """What distinguishes a recipe. Megatron's and SGLang's flags are in the file only where they were given."""
+    """Return what distinguishes a recipe. Megatron's and SGLang's flags are in the file only where they were given."""
     variables = values["train_env_vars"]
     known = {
         "SFT" if values["loss_type"] == "sft_loss" else values["advantage_estimator"].upper(): True,

@@ -26,7 +26,7 @@ class Fence:
 
 @dataclass
 class Page:
-    """What the checks need of one page. Links and spans are (line, text); anchors are as GitHub makes them.
+    """The parts of one page that the checks need. Links and spans are (line, text); anchors are as GitHub makes them.
 
     ``prose`` is the page without its code, with the same number of lines.
     """

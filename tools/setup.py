@@ -48,7 +48,7 @@ def find_python():
 
 
 def has_gpu():
-    """Whether the NVIDIA driver reports at least one GPU."""
+    """Return True if the NVIDIA driver reports at least one GPU."""
     tool = shutil.which("nvidia-smi")
     if not tool:
         return False

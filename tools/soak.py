@@ -48,7 +48,7 @@ def read_parts(path: Path = ROOT / PARTS) -> dict[str, list[str]]:
 
 
 def names(entry: str, test: str) -> bool:
-    """Whether ``test``, a test id or another entry, is ``entry`` or lies below it."""
+    """Return True if ``test``, a test id or another entry, is ``entry`` or lies below it."""
     return test == entry or test.startswith((f"{entry}/", f"{entry}::", f"{entry}["))
 
 
@@ -93,7 +93,7 @@ def git(*words: str, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def changed_since(commit: str, root: Path = ROOT) -> bool:
-    """Whether a file that matters differs from ``commit``, is new, or the commit is unknown."""
+    """Return True if a file that matters differs from ``commit``, is new, or the commit is unknown."""
     if git("diff", "--quiet", commit, "--", ".", *NO_EFFECT, root=root).returncode:
         return True
     return bool(git("ls-files", "--others", "--exclude-standard", "--", ".", *NO_EFFECT, root=root).stdout)

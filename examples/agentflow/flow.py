@@ -30,7 +30,7 @@ _VERDICT = re.compile(r"verdict\W*(true|false)", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Plan:
-    """What the planner wants done; ``tool_name`` is "" when it named none."""
+    """The next step that the planner wants; ``tool_name`` is "" when it named none."""
 
     context: str
     sub_goal: str
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class ActionStep:
-    """What the memory keeps of a step."""
+    """The part of a step that the memory keeps."""
 
     tool_name: str
     sub_goal: str

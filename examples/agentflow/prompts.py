@@ -1,4 +1,4 @@
-"""What the agents are asked. ``agentflow_prompts`` of ``--custom-config-path`` replaces any of these texts.
+"""Prompts of the agents. ``agentflow_prompts`` of ``--custom-config-path`` replaces any of these texts.
 
 Texts are formatted with what stands in braces; a literal brace is written twice.
 """

@@ -1,4 +1,4 @@
-"""What an execution asks besides the policy: models that are not trained."""
+"""Services that an execution calls besides the policy: models that are not trained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.utils.http_utils import HttpRequestError, post
 
 
 class ServiceFailure(RuntimeError):
-    """What is not the policy's fault: a model or a tool that does not answer. ``service`` says which."""
+    """A failure that is not the policy's fault: a model or a tool does not answer. ``service`` is its name."""
 
     def __init__(self, service: str, message: str) -> None:
         super().__init__(f"{service}: {message}")

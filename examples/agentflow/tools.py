@@ -26,7 +26,7 @@ def code_block(text: str) -> str:
 
 
 class AgentTool:
-    """A tool. The fields of its metadata are what planner and executor are told of it.
+    """A tool. The fields of its metadata are what the prompts of planner and executor contain of it.
 
     ``execute`` returns its result as a text, or raises ToolError for what the agents did wrong, which is a result too.
     Whatever else it raises is a failure of the service.

@@ -1,4 +1,4 @@
-"""What a task does in its sandboxes: prepare the repository, read the change, apply and grade it in another sandbox."""
+"""Steps of a task in its sandboxes: prepare the repository, read the change, apply and grade it in another sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXIT_S = 120
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Whether the change solves the task, 1.0 or 0.0, and whether it could be applied at all."""
+    """The score, 1.0 if the change solves the task, else 0.0, and whether it could be applied at all."""
 
     reward: float
     applied_cleanly: bool

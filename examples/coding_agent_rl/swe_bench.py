@@ -1,5 +1,5 @@
 """Tasks of SWE-bench: an image for each instance, graded by the tests that must pass (``FAIL_TO_PASS``) and those that
-must go on to (``PASS_TO_PASS``). What is run, and how its log is read, is the package ``swebench``'s.
+must continue to pass (``PASS_TO_PASS``). What is run, and how its log is read, is the package ``swebench``'s.
 """
 
 from __future__ import annotations

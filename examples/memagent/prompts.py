@@ -1,4 +1,4 @@
-"""What the model is asked. ``memagent_prompts`` of ``--custom-config-path`` replaces either text."""
+"""Prompts of the model. ``memagent_prompts`` of ``--custom-config-path`` replaces either text."""
 
 from __future__ import annotations
 

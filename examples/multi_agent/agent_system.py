@@ -30,7 +30,7 @@ class Settings:
     incorrect_reward_weight: float = 0.8
     """What all rewards of an execution are multiplied by: when the selected solution is right, and otherwise."""
     reasoning_end: str = "</think>"
-    """Stands once in an answer that goes on to the next agents, before what they see; "" for models without it."""
+    """Stands once in an answer that is passed to the next agents, before what they see; "" for models without it."""
     prompts: Mapping[str, str] | None = None
 
     @classmethod
@@ -43,7 +43,7 @@ class Settings:
 
 @dataclass
 class Execution:
-    """What the agents made of one problem."""
+    """The agents' answers to one problem."""
 
     samples: list[Sample]
     chosen: Sample | None = None
@@ -51,7 +51,7 @@ class Execution:
 
 
 def visible_answer(tokenizer: Any, sample: Sample, reasoning_end: str) -> str | None:
-    """Return what other agents see of an answer, without special tokens; None for one that does not go on."""
+    """Return what other agents see of an answer, without special tokens; None for one that is not passed to them."""
     text = tokenizer.decode(sample.tokens[len(sample.tokens) - sample.response_length :], skip_special_tokens=True)
     if sample.status != Sample.Status.COMPLETED or (reasoning_end and text.count(reasoning_end) != 1):
         return None
@@ -70,8 +70,7 @@ async def run_agent_system(
     """Run the agents on the prompt of ``sample``; return their samples with rewards, in random order.
 
     Solvers and rewriters have the reward of the rule (``metadata["rule_reward"]``), the selector that of its choice,
-    all times a weight. An execution ends early when no answer of a stage goes on. Samples that were aborted have no
-    rewards.
+    all times a weight. An execution ends early when no answer of a stage is passed on. Aborted samples have no rewards.
     """
     settings = Settings.of(args)
     prompts = settings.prompts or PROMPTS
@@ -80,7 +79,7 @@ async def run_agent_system(
     execution = Execution([])
 
     async def stage(role: str, count: int, solutions: Sequence[str] = ()) -> list[tuple[Sample, str]]:
-        """Ask ``count`` agents; return the samples whose answers go on, with what is visible of them."""
+        """Ask ``count`` agents; return the samples whose answers are passed on, with what is visible of them."""
         text = fill(prompts, role, problem, solutions)
         asked = [_ask(args, sample, sampling_params, role, text, evaluation) for _ in range(count)]
         made = await gather_or_cancel(asked)

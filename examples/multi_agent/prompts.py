@@ -1,4 +1,4 @@
-"""What the agents are asked. ``multi_agent_prompts`` of ``--custom-config-path`` replaces any of these texts."""
+"""Prompts of the agents. ``multi_agent_prompts`` of ``--custom-config-path`` replaces any of these texts."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ LONG_S = 1800.0
 
 
 class ServiceFailure(Exception):
-    """What was not the model's fault."""
+    """A failure that was not the model's fault."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What an agent is made of; the defaults of the command line are read from variables of the environment."""
+    """Settings of an agent; the defaults of the command line are read from variables of the environment."""
 
     gateway: str
     search_url: str
@@ -132,7 +132,7 @@ class Attempts:
             try:
                 return await self._control("POST", f"/sessions/{sid}/finish", reward=reward)
             except ServiceFailure as e:
-                if "finish it again" not in str(e):  # the buffer is full as long as nobody reads from it
+                if "finish it again" not in str(e):  # the buffer is full as long as no process reads from it
                     raise
 
     async def _control(self, method: str, path: str, **body: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the agent's process is told: its command line, and a line for each task."""
+"""Input of the agent's process: its command line, and a line for each task."""
 
 from __future__ import annotations
 

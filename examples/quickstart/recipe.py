@@ -23,7 +23,7 @@ DATASET = "addition"
 
 @dataclass(frozen=True)
 class Paths:
-    """Where a small run keeps its things, and how long its SFT is."""
+    """Paths of a small run, and the length of its SFT."""
 
     root: Path
     sft_rollouts: int = SFT_ROLLOUTS

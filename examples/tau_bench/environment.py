@@ -14,7 +14,7 @@ from slime.utils.misc import load_function
 
 @dataclass(frozen=True)
 class Opening:
-    """What the agent knows at first: the policy ("" for none), its tools, and what the customer says."""
+    """The first state that the agent sees: the policy ("" for none), its tools, and what the customer says."""
 
     policy: str
     tools: Sequence[Tool]

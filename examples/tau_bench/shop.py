@@ -1,6 +1,6 @@
 """A shop of lamps, small enough for a tiny model: one order, a customer who wants another color, four rules.
 
-The policy, which the model is not told and learns from rewards: look an order up before anything else; then
+The policy, which is not in the prompt and is learned from rewards: look an order up before anything else; then
 
 =======  ==========================================================
 status   what to do
@@ -40,8 +40,8 @@ class Shop:
     """Of the task's metadata: ``order``, its ``status``, the ``color`` that the customer wants, and ``tells``, whether
     the customer says so at once.
 
-    The customer hangs up when the order was changed, or was told ``no`` or ``call``. The reward is 1 when the data are
-    then as the policy demands, and the customer was told what it demands; else 0.
+    The customer hangs up when the order was changed, or on an answer of ``no`` or ``call``. The reward is 1 when the
+    data are then as the policy demands, and the answer is the one that it demands; else 0.
     """
 
     def __init__(self, args: Namespace, task: Task) -> None:

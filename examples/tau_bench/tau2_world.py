@@ -87,7 +87,7 @@ class Tau2World:
             self._advance(json.dumps({"name": _END.name, "arguments": _END.arguments}))
 
     def _advance(self, action: str) -> tuple[str, float, bool]:
-        """Return what comes back, the reward, and whether the task is over. Raises RuntimeError for one that broke."""
+        """Return the environment's reply, the reward, and whether the task is over. Raises RuntimeError if it broke."""
         text, reward, done, _, info = self.env.step(action)
         self.ended = self.ended or done
         if done and not json.loads(info["simulation_run"]):

@@ -30,12 +30,12 @@ PROMPTS = {
 
 
 class ServiceFailure(Exception):
-    """A model or a tool did not do its work: nobody's fault who is trained."""
+    """A model or a tool did not do its work: not the fault of the model that is trained."""
 
 
 @dataclass
 class Spent:
-    """What an execution has used: price, seconds, and calls by the name of the model."""
+    """Resources that an execution has used: price, seconds, and calls by the name of the model."""
 
     cost: float = 0.0
     latency: float = 0.0
@@ -92,7 +92,7 @@ class Experts:
         return [text[: self.settings.document_chars] for text in contents]
 
     async def judge(self, label: str, answer: str) -> bool:
-        """Return whether the judge calls an answer right; nobody pays for that."""
+        """Return whether the judge calls an answer right; its cost is not counted."""
         model = self.settings.judge
         text = PROMPTS["judge"].format(problem=self.task.problem, label=label, answer=answer)
         body = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 1024}

@@ -63,7 +63,7 @@ class FunctionCalls:
 
     @property
     def max_turns(self) -> int:
-        """How many turns the orchestrator may take."""
+        """Largest number of turns of the orchestrator."""
         return self.settings.func_call_turns
 
     async def begin(self) -> None:

@@ -67,7 +67,7 @@ class Question:
 
     @property
     def max_turns(self) -> int:
-        """How many turns the orchestrator may take."""
+        """Largest number of turns of the orchestrator."""
         return self.settings.max_turns
 
     async def begin(self) -> None:

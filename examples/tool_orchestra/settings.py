@@ -1,4 +1,4 @@
-"""What ``--custom-config-path`` sets, and what a row of the data says of its models and preferences."""
+"""Settings of ``--custom-config-path``, and the models and preferences in a row of the data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Settings:
         return cls(**getattr(args, "tool_orchestra", {}))
 
     def url(self, args: Namespace, model: str) -> str:
-        """Return the address of a model's chat completions. Raises ValueError for one that nobody serves."""
+        """Return the address of a model's chat completions. Raises ValueError for one that no server has."""
         path = "/v1/chat/completions"
         if model in self.urls:
             return self.urls[model].rstrip("/") + path
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Task:
-    """What one row asks for, and with which models."""
+    """The question of one row, and its models."""
 
     problem: str
     category: str

@@ -82,7 +82,7 @@ def check_log_probs(setup: SimpleNamespace, samples: list[Sample]) -> None:
 
 
 def log_masses(setup: SimpleNamespace, sample: Sample) -> torch.Tensor:
-    """How likely transformers finds the nucleus of every response token as a whole: logarithms [response_length]."""
+    """Return log-probs of transformers for the whole top-p set of every response token, [response_length]."""
     with torch.no_grad():
         logits = setup.reference.model(torch.tensor([sample.tokens])).logits[0, -sample.response_length - 1 : -1]
     table, ids = torch.log_softmax(logits.float(), dim=-1), sample.rollout_top_p_token_ids.long()
@@ -171,7 +171,7 @@ def test_trajectories_of_the_rollout_buffer(setup, make_args, monkeypatch):
 
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("generate", [None, STREAMING], ids=["whole", "streamed"])
-def test_an_over_sampled_partial_rollout_goes_on_later(setup, make_args, generate, top_p):
+def test_an_over_sampled_partial_rollout_is_continued_later(setup, make_args, generate, top_p):
     # Ten stop tokens in 384: responses of about 40 tokens, rarely of the same length, so that some are in flight when
     # the first group is done.
     args = make_args(

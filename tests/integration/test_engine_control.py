@@ -327,7 +327,7 @@ def test_a_router_sends_requests_to_registered_engines(setup: Setup) -> None:
     assert not setup.router.remove_engine(engine)
 
 
-def test_without_the_key_nobody_is_served(setup: Setup) -> None:
+def test_without_the_key_no_request_is_served(setup: Setup) -> None:
     request = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
     url = setup.engine.info.url
     for path in ("/generate", "/update_weights_from_tensor", "/load_lora_adapter_from_tensors", "/pause_generation"):

@@ -1,4 +1,4 @@
-"""Engines that are killed or stopped while they generate: nothing is lost, nothing counts twice, the others go on."""
+"""Engines that are killed or stopped while they generate: nothing is lost or counts twice, the others continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine on a GPU: its log-probs, its memory awake and asleep, a request that comes while it sleeps."""
+"""An engine on a GPU: its log-probs, its memory onloaded and offloaded, a request that comes while it is offloaded."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_log_probs_are_those_of_transformers(engine: EngineProcess, checkpoint: 
     assert difference.mean() < 0.02
 
 
-def test_a_sleeping_engine_gives_its_memory_back_and_wakes_up_the_same(engine: EngineProcess) -> None:
+def test_an_offloaded_engine_frees_its_memory_and_is_onloaded_unchanged(engine: EngineProcess) -> None:
     client = engine.client()
     before, awake = greedy(client), in_use()
     used = []

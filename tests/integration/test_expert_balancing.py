@@ -223,7 +223,7 @@ def test_a_pipeline_stage_may_have_no_experts_where_they_are_divided(dense_first
         assert_same(rank, alone)
 
 
-def test_layers_are_told_apart(alone: dict[str, Any]) -> None:
+def test_layers_are_distinguished(alone: dict[str, Any]) -> None:
     for step in alone["per layer"]["steps"]:
         for metric in METRICS:
             values = [step.pop(f"moe/{metric}_layer_{layer - 1}") for layer in LAYERS]

@@ -1,4 +1,4 @@
-"""The process of the first look: what it finds comes back, whatever users' code does to it."""
+"""The process of the first look: what it finds is returned, whatever users' code does to it."""
 
 from __future__ import annotations
 

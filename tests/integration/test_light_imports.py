@@ -1,4 +1,4 @@
-"""What is light: flags are read at once and without any heavy package, the maths without a framework."""
+"""What is light: flags are read at once and without any heavy package, the math without a framework."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_guard_names_the_chain():
 
 
 def test_algorithms_and_batching_load_no_framework() -> None:
-    """The maths is usable where neither Ray nor a trainer nor an engine is installed."""
+    """The math is usable where neither Ray nor a trainer nor an engine is installed."""
     script = (
         "import importlib, pkgutil, sys, slime.algorithms, slime.batching\n"
         "for package in (slime.algorithms, slime.batching):\n"

@@ -44,7 +44,7 @@ def teacher_of(kind: str, root: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module", params=["megatron", pytest.param("sglang", marks=pytest.mark.soak)])
 def distilled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
-    """Rewards are all zero: what is learnt is the teacher's."""
+    """Rewards are all zero: what is learned is the teacher's."""
     root = tmp_path_factory.mktemp("opd")
     make_tiny_checkpoint(root / "hf-before")
     with teacher_of(request.param, root) as asked:

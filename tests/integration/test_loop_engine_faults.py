@@ -1,4 +1,4 @@
-"""``train.py`` whose engines and router are killed: engines come back with the trainer's weights, also after all of
+"""``train.py`` whose engines and router are killed: engines are restarted with the trainer's weights, also after all of
 them at once, and the router on its port."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def wait_for_rollout(run: Run, rollout_id: int) -> None:
 
 
 @pytest.mark.parametrize("where", ["beside", pytest.param("colocated", marks=pytest.mark.soak)])
-def test_engines_that_are_killed_come_back(tmp_path: Path, where: str):
+def test_engines_that_are_killed_are_restarted(tmp_path: Path, where: str):
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     # Responses long enough that engines are killed while they generate.
     extra = f"""--num-rollout 100000 --rollout-max-response-len 256 --use-fault-tolerance

@@ -65,7 +65,7 @@ def check(run: Finished, engines: list[PlainEngine], export: Path, version: str)
 
 
 @pytest.mark.parametrize("transport", ["distributed", pytest.param("disk", marks=pytest.mark.soak)])
-def test_engines_of_others_take_the_weights_and_go_on(
+def test_external_engines_load_the_weights_and_keep_running(
     checkpoint: Path, engines: list[PlainEngine], tmp_path: Path, transport: str
 ):
     first = engines[1].client.weights_checksum()

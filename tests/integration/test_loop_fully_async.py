@@ -65,7 +65,7 @@ def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: P
         assert not consumed & {sample["index"] for sample in samples}
         consumed |= {sample["index"] for sample in samples}
         everything += samples
-    # A push did not end the requests in flight: they went on under the new weights.
+    # A push did not end the requests in flight: they continued under the new weights.
     crossing = [sample for sample in everything if len(sample["weight_version_spans"]) > 1]
     assert crossing, [sample["weight_version_spans"] for sample in everything]
     for sample in crossing:

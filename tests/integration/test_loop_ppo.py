@@ -43,7 +43,7 @@ def last_saved(folder: Path) -> int:
     return int((folder / "latest_checkpointed_iteration.txt").read_text())
 
 
-def test_a_killed_critic_ends_the_run_which_goes_on_from_both_checkpoints(tmp_path: Path):
+def test_a_killed_critic_ends_the_run_which_resumes_from_both_checkpoints(tmp_path: Path):
     with Run(ppo_flags(tmp_path, "--num-rollout 100000"), tmp_path / "killed") as run:
         run.wait_for(r"rollout 1 of 100000", 240)
         killed_at = time.monotonic()

@@ -13,7 +13,7 @@ from tests.support.run_train import Finished, Run, command_line, run_train, sft_
 from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
-COMPARED = 4  # rollouts whose losses and last weights are compared; both runs go on after them
+COMPARED = 4  # rollouts whose losses and last weights are compared; both runs continue after them
 HOLD = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.hold"]
 
 

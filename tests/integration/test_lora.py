@@ -207,7 +207,7 @@ def test_the_reference_is_the_base(life: dict[str, Any]) -> None:
     assert life["bytes of copies"] == 0
 
 
-def test_a_resumed_run_goes_on_exactly(life: dict[str, Any]) -> None:
+def test_a_resumed_run_continues_exactly(life: dict[str, Any]) -> None:
     assert life["start again"] == 1
     assert all(torch.equal(life["loaded"][name], tensor) for name, tensor in life["saved"].items())
     assert all(torch.equal(life["resumed"][name], tensor) for name, tensor in life["uninterrupted"].items())

@@ -1,4 +1,4 @@
-"""Adapters that are pushed to a stock engine compute what the merged weights do, while it goes on generating."""
+"""Adapters that are pushed to a stock engine compute what the merged weights do, while it continues to generate."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_pushed_adapters_are_served(served: Served) -> None:
     served.assert_is_of(served.generate(), served.merged[1], "2")
 
 
-def test_requests_go_on_under_the_adapter_that_they_began_with(served: Served) -> None:
+def test_requests_continue_with_the_adapter_that_they_began_with(served: Served) -> None:
     first = served.push(0, 11)
     replies: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: replies.append(served.generate(600)))

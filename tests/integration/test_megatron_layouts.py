@@ -52,7 +52,7 @@ def test_logits_equal_transformers(name: str, layout: str, ranks: Any, reference
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_weights_come_back_bit_for_bit(name: str, layout: str, ranks: Any, references: Any) -> None:
+def test_weights_round_trip_bit_for_bit(name: str, layout: str, ranks: Any, references: Any) -> None:
     expected = references[name].weights
     for rank in ranks:
         seen = rank[f"{layout}/{name}"]["weights"]

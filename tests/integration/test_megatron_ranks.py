@@ -39,7 +39,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_results_come_back_in_rank_order() -> None:
+def test_results_are_returned_in_rank_order() -> None:
     assert run_distributed(f"{__name__}:echo", 2, {"values": [10, 20]}, timeout=60) == [(10, "2"), (20, "2")]
 
 

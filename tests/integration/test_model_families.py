@@ -47,7 +47,7 @@ def test_logits_equal_transformers(name: str, layout: str, ranks: Any, reference
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_weights_come_back_bit_for_bit(name: str, layout: str, ranks: Any, references: Any) -> None:
+def test_weights_round_trip_bit_for_bit(name: str, layout: str, ranks: Any, references: Any) -> None:
     expected = {n: t for n, t in references[name].weights.items() if n not in FAMILIES[name].carried}
     for rank in ranks:
         seen = dict(rank[f"{layout}/{name}"]["weights"])

@@ -134,7 +134,7 @@ def test_layout_does_not_matter(layout: str, layouts: Any) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
-    """By rank: an uninterrupted run under PP2, and the runs that go on from its checkpoint under PP2 and TP2+SP."""
+    """By rank: an uninterrupted run under PP2, and the runs that resume from its checkpoint under PP2 and TP2+SP."""
     folder = tmp_path_factory.mktemp("resumed")
     base = tiny_checkpoint(folder / "base", seed=0, family="qwen2", tie_word_embeddings=False)
     mimo = mtp.add_layers(base, folder / "mimo", MIMO, 2)
@@ -191,7 +191,7 @@ def ranks(families: dict[str, str], exports: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ep2" or case[0] not in DENSE])
-def test_every_weight_comes_back(name: str, layout: str, families: Any, ranks: Any, exports: Path) -> None:
+def test_every_weight_round_trips(name: str, layout: str, families: Any, ranks: Any, exports: Path) -> None:
     from safetensors.torch import load_file
 
     from slime.weights.hf.checkpoint import HfCheckpoint

@@ -39,7 +39,7 @@ class RayHead:
     def __init__(self, root: Path) -> None:
         port, self.dashboard, agent, metrics, client = reserve_ports(5)
         self.address = f"127.0.0.1:{port}"
-        # Clients of a cluster with token authentication must be told. A token of our own touches no file of the user's.
+        # Clients of a cluster need to know of token authentication. A token of our own touches no file of the user's.
         self.auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.joining = {"RAY_ADDRESS": self.address, **self.auth}
         self.env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "SLIME_RUN_ID")} | self.auth

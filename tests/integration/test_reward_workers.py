@@ -105,7 +105,7 @@ async def test_arguments_of_any_kind_arrive(workers, value):
 @pytest.mark.parametrize(
     "value", [1, 0.1, True, None, "é\ud800\0", {"score": -1.0, "pred": [2.5, None]}, "x" * 3_000_000]
 )
-async def test_results_come_back_as_they_are(workers, value):
+async def test_results_are_returned_unchanged(workers, value):
     back = await workers.call(f"{BAD}.echo", value)
     assert back == value
     assert type(back) is type(value)
@@ -184,7 +184,7 @@ async def test_jobs_run_at_the_same_time_and_a_cancelled_one_costs_nothing(patie
     assert patient.pids() == before
 
 
-async def test_the_loop_goes_on_while_a_reward_works(patient):
+async def test_the_loop_continues_while_a_reward_works(patient):
     ticks = 0
     job = asyncio.ensure_future(patient.call(f"{BAD}.burn", 0.3))
     while not job.done():

@@ -210,7 +210,7 @@ def test_what_engines_are_asked_for_gets_through(tmp_path: Path, package: str) -
     assert fields & asked.keys() == (fields if package == "smg" else set())
 
 
-def test_an_engine_that_leaves_smg_may_come_back_at_once(tmp_path: Path) -> None:
+def test_an_engine_that_leaves_smg_may_rejoin_at_once(tmp_path: Path) -> None:
     """It removes engines in the background, and refuses a URL that it still has."""
     pytest.importorskip("smg")
     client = HttpClient(4, request_timeout=60.0)

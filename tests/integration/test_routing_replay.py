@@ -158,7 +158,7 @@ def test_a_rollout_that_failed_leaves_no_choices_behind(alone: dict[str, Any]) -
 
 
 class _ToldRouter(torch.nn.Module):
-    """A router of transformers that is told its experts and only weighs them."""
+    """A router of transformers whose experts are given; it only weighs them."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_losses_and_gradients_against_plain_torch(
             assert step[metric] == pytest.approx(value, rel=1e-4, abs=2e-6), metric
     routers = [name for name in run["gradients"] if name.endswith("mlp.gate.weight")]
     assert len(routers) == LAYERS
-    for name in routers:  # probabilities of the told experts still teach the router
+    for name in routers:  # probabilities of the given experts still teach the router
         grad = expected[-1]["grads"][name]
         assert grad.abs().max() > 1e-4
         assert (run["gradients"][name] - grad).abs().max() < 1e-4 * grad.abs().max() + 1e-6

@@ -304,7 +304,7 @@ async def test_processes_that_have_hidden_their_variables_end_too(tmp_path):
 
 
 async def test_what_starts_while_a_sandbox_ends_is_left_alone(monkeypatch):
-    """The kernel gives the number of a mount namespace to another one as soon as nobody holds it."""
+    """The kernel gives the number of a mount namespace to another one as soon as no process holds it."""
     if default_paths() != "mounts":
         pytest.skip("mount namespaces are not allowed here")
     numbers: list[str] = []

@@ -49,7 +49,7 @@ def test_the_first_step_is_adams_and_nothing_is_kept(ranks: Any) -> None:
         assert found["stateless"]["stateless keeps"] == []
 
 
-def test_a_run_without_moments_goes_on_from_its_weights_and_its_schedule(ranks: Any) -> None:
+def test_a_run_without_moments_resumes_from_its_weights_and_its_schedule(ranks: Any) -> None:
     for found in ranks:
         uninterrupted, again, tensor_parallel = found["stateless"]["resumed"]
         assert again["loaded_equal"]
@@ -61,7 +61,7 @@ def test_a_run_without_moments_goes_on_from_its_weights_and_its_schedule(ranks: 
 
 
 @pytest.mark.parametrize("way", ["rebuilt", "copied"])
-def test_a_bf16_trainer_wakes_up_as_it_fell_asleep(ranks: Any, way: str) -> None:
+def test_a_bf16_trainer_is_onloaded_as_it_was_offloaded(ranks: Any, way: str) -> None:
     for found in ranks:
         report = found["bf16"][way]
         assert report["dtype"] is torch.bfloat16

@@ -1,4 +1,4 @@
-"""The trainer on one GPU: numbers of the CPU in fp32, memory awake and asleep, ``train.py`` from end to end."""
+"""The trainer on one GPU: numbers of the CPU in fp32, memory onloaded and offloaded, ``train.py`` from end to end."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def asleep(checkpoints: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["rebuilt", "copied"])
-def test_a_bf16_trainer_wakes_up_as_it_fell_asleep(way: str, asleep: Any) -> None:
+def test_a_bf16_trainer_is_onloaded_as_it_was_offloaded(way: str, asleep: Any) -> None:
     report = asleep[way]
     assert report["dtype"] is torch.bfloat16
     assert report["asleep"] == report["asleep again"] == 0
@@ -117,7 +117,7 @@ def losses(run: Finished) -> list[float]:
 
 
 def test_sft_learns_what_it_learns_on_a_cpu(tmp_path: Path) -> None:
-    """And goes on, from a checkpoint, as if it had not been ended."""
+    """And resumes from a checkpoint as if it had not been ended."""
     flags = sft_flags(make_tiny_checkpoint(tmp_path / "model"), sft_file(tmp_path / "sft.jsonl"))
     save = ["--save", str(tmp_path / "save"), "--load", str(tmp_path / "save"), "--save-interval", "3"]
     runs = [run_train([*flags, "--fp32", "--num-rollout", "6"], tmp_path / device, device=device) for device in DEVICES]

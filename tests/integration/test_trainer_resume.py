@@ -55,7 +55,7 @@ def test_the_learning_rate_is_this_run_s_or_the_checkpoint_s_as_asked(found: dic
     assert own != [(5e-5, 5e-5)]
 
 
-def test_a_model_of_which_one_layer_is_trained_goes_on(found: dict[str, Any]) -> None:
+def test_a_model_of_which_one_layer_is_trained_resumes(found: dict[str, Any]) -> None:
     part = found["one layer"]
     assert part["start"] == 1
     assert "look at --only-train-params-name-list and --freeze-params-name-list" in part["all"]

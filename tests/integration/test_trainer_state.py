@@ -104,7 +104,7 @@ def test_missing_optimizer_state_is_refused(state: Any) -> None:
     assert "--finetune" in state["refusal without optimizer"]
 
 
-def test_sleep_and_wake_up_lose_nothing(state: Any) -> None:
+def test_offload_and_onload_lose_nothing(state: Any) -> None:
     for name in ("bytes of parameters asleep", "bytes of gradients asleep", "bytes of parameters after the export"):
         assert state[name] == 0, name
     for name in ("weights can be exported asleep", "parameters are back", "optimizer state is back"):

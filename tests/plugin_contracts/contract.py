@@ -1,4 +1,4 @@
-"""Which hook a contract is checked on, and how a broken contract is told.
+"""Choice of the hook that a contract is checked on, and the report of a broken contract.
 
 ``SLIME_CONTRACT_<NAME>=package.module.attr`` puts a hook of the user's in the place of the built-in ones and leaves out
 the contracts of all other hooks.

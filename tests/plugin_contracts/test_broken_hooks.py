@@ -146,9 +146,9 @@ CASES = [
      "the status of sample index=0 to be COMPLETED, TRUNCATED or FAILED"),
     ("torn_mask", test_generate.test_a_generate_function_works_under_the_flag_and_as_a_sample_s_own, "source",
      r"loss_mask of sample index=0 to have one entry per response token \(2\)"),
-    ("says_logged", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with, "groups",
+    ("says_logged", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_continue_with, "groups",
      "returned str 'logged', for sample index=0 .*expected a Sample, or None"),
-    ("torn_hook", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with, "groups",
+    ("torn_hook", test_sample_hooks.test_a_sample_hook_returns_the_sample_to_continue_with, "groups",
      "response_length tokens, with at least one of the prompt"),
     ("not_a_number", test_rewards.test_a_reward_of_one_sample, "samples", "to be a finite number; got nan"),
     ("returns_nothing", test_rewards.test_a_reward_of_one_sample, "samples", "returned NoneType, .*a number or a dict"),
@@ -162,7 +162,7 @@ CASES = [
     ("tampers", test_filters.test_the_hook_that_sees_all_samples, "groups source", "the samples to stay as they are"),
     ("OneByOne", test_data_source.test_a_data_source_hands_out_numbered_groups, "", "expected a list of groups"),
     ("Unnumbered", test_data_source.test_a_data_source_hands_out_numbered_groups, "", "an index of its own per sample"),
-    ("Forgetful", test_data_source.test_a_data_source_goes_on_where_it_was_saved, "", "to go on with the prompt after"),
+    ("Forgetful", test_data_source.test_a_data_source_resumes_where_it_was_saved, "", "to go on with the prompt after"),
     ("Loses", test_data_source.test_groups_that_are_handed_back_come_again, "", "must not be lost"),
     ("keeps_all", test_data_source.test_a_buffer_filter_takes_out_what_it_returns, "source",
      "to be removed from the buffer"),
@@ -178,9 +178,9 @@ CASES = [
 @pytest.mark.parametrize(
     ("name", "contract", "needs", "message"), CASES, ids=[f"{c[0]}-{c[1].__name__}" for c in CASES]
 )
-def test_a_broken_hook_is_told_what_is_expected(name, contract, needs, message, request):
+def test_the_error_of_a_broken_hook_names_what_is_expected(name, contract, needs, message, request):
     wanted = {fixture: request.getfixturevalue(fixture) for fixture in ["args", *needs.split()]}
-    if contract is test_sample_hooks.test_a_sample_hook_returns_the_sample_to_go_on_with:
+    if contract is test_sample_hooks.test_a_sample_hook_returns_the_sample_to_continue_with:
         wanted["evaluation"] = False
     with pytest.raises((AssertionError, TypeError, ValueError), match=message) as caught:
         contract(f"{HERE}.{name}", **wanted)

@@ -39,7 +39,7 @@ def test_a_data_source_hands_out_numbered_groups(path, args):
 
 
 @pytest.mark.parametrize("path", SOURCES)
-def test_a_data_source_goes_on_where_it_was_saved(path, args):
+def test_a_data_source_resumes_where_it_was_saved(path, args):
     hook = hook_at("DATA_SOURCE_PATH", path)
     args.data_source_path = path
     first = hook(args)

@@ -35,7 +35,7 @@ def test_a_dynamic_filter_judges_every_kind_of_group(path, args, groups):
         before = fingerprint(group)
         try:
             verdict = call_dynamic_filter(hook, args, group)
-        except Exception as e:  # noqa: BLE001  (told as what it is: a broken contract)
+        except Exception as e:  # noqa: BLE001  (reported as what it is: a broken contract)
             must(False, hook, f"a verdict on a group with {kind}", e)
         must(isinstance(verdict, DynamicFilterOutput), hook, "a bool or a DynamicFilterOutput", verdict)
         must(

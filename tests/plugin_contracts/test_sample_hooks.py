@@ -14,7 +14,7 @@ NAME = "ROLLOUT_SAMPLE_HOOK_PATH"
 
 @pytest.mark.parametrize("evaluation", [False, True])
 @pytest.mark.parametrize("path", subjects(NAME, f"{EXAMPLES}.note_rollout", f"{EXAMPLES}.replace_sample"))
-def test_a_sample_hook_returns_the_sample_to_go_on_with(path, evaluation, args, groups):
+def test_a_sample_hook_returns_the_sample_to_continue_with(path, evaluation, args, groups):
     hook = hook_at(NAME, path)
     args.rollout_sample_hook_path = [path]
     nested = [groups[0][0], [groups[0][1], [groups[1][0]]]]

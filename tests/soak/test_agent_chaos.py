@@ -1,4 +1,4 @@
-"""Client, engine or gateway killed at fifty moments each: nothing goes on running, no turn is half recorded, no handle
+"""Client, engine or gateway killed at fifty moments each: nothing is left running, no turn is half recorded, no handle
 is left, and sessions work afterwards.
 
 The gateway is its command. Its clients are processes, and so is the engine: a real one behind the router, except where

@@ -116,7 +116,7 @@ def test_an_engine_that_others_have_started(tmp_path: Path):
 
 @pytest.mark.timeout(600 + KILLS * 300)
 def test_a_node_that_is_switched_off(tmp_path: Path):
-    """The run goes on with the engine on the other node, and gets one on a node that takes its place."""
+    """The run continues with the engine on the other node, and gets one on a node that takes its place."""
     words = "--rollout-num-gpus 2 --weight-sync-timeout 60"  # nothing else ends a push to a host that is silent
     flags = flags_of(tmp_path, make_tiny_checkpoint(tmp_path / "model"), words)
     with contextlib.ExitStack() as stack:

@@ -27,7 +27,7 @@ class Gateway(metaclass=SingletonMeta):
 
 
 async def two_turns(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> list[Sample]:
-    """Ask, then ask again; one sample, or two where the answer cannot be told in the same tokens again.
+    """Ask, then ask again; one sample, or two where the answer is not rendered as the same tokens again.
 
     Every other session speaks the Responses API, with streams.
     """

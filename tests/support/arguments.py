@@ -108,7 +108,7 @@ _known: list[tuple[Any, argparse.ArgumentParser]] = []
 
 
 def known() -> tuple[Any, argparse.ArgumentParser]:
-    """Every known flag and a parser of them, which all tests share; made anew where a test changes the flags."""
+    """Every known flag and a parser of them, which all tests share; made again where a test changes the flags."""
     from slime.arguments.command_line import all_flags, build_parser
 
     flags = all_flags()

@@ -37,7 +37,7 @@ def burn(cpu_s: float) -> float:
 
 
 def burn_answer(*_: Any) -> float:
-    """A rule that some answer keeps busy for ever."""
+    """A rule that some answer keeps busy forever."""
     return burn(600.0)
 
 

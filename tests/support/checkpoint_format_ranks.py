@@ -14,7 +14,7 @@ from tests.support.trainer_ranks import new_trainer, parameters, train_once
 
 
 def resume_each(folder: str, checkpoints: dict[str, str], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Save after a rollout and go on, then load and go on, for each of ``cases``: {family, form, flags, then}.
+    """Save after a rollout and continue, then load and continue, for each of ``cases``: {family, form, flags, then}.
 
     ``then``: flags of the run that loads, which replace those of the one that saves. Returns per case {"files" of the
     checkpoint, "start", "loaded": whether parameters and random numbers are those saved, "same": whether the next

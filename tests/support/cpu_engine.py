@@ -95,7 +95,7 @@ class Crowd:
             time.sleep(0.2)
 
     def happen(self, kind: str) -> None:
-        """Do something to the engine, and let it go on."""
+        """Do something to the engine, and let it continue."""
         engine = self.pair.tested
         engine.pause("in_place" if kind == "hold" else "retract")
         if kind != "hold":

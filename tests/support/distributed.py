@@ -3,7 +3,7 @@
     results = run_distributed("tests.support.some_module:function", 2, {"path": "/tmp/x"}, timeout=120)
 
 Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and calls
-``function(**kwargs)``. What it returns (anything ``torch.save`` takes) comes back in rank order. When a rank fails, or
+``function(**kwargs)``. What it returns (anything ``torch.save`` takes) is returned in rank order. When a rank fails, or
 the deadline passes, all ranks are killed and the failing ranks' last lines are in the error.
 """
 

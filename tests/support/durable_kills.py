@@ -67,7 +67,7 @@ def random_plan(seed: int, kills: int) -> Plan:
 
 
 def every_point() -> Plan:
-    """Return all points, those of the start after others; an end that is to be cut off has to be torn before."""
+    """Return all points, those of the start after others; an end that is to be cut off has to be incomplete before."""
     plan: Plan = [(point, 1) for point in WHILE_RUNNING]
     for number, point in enumerate(WHILE_STARTING):
         plan[2 * number + 1 : 2 * number + 1] = [(TORN, 1), (point, 1)] if "torn" in point else [(point, 1)]
@@ -76,7 +76,7 @@ def every_point() -> Plan:
 
 @dataclass
 class Kills:
-    """What a series of kills met with: the moments, the groups that came back, the samples that went on from a part."""
+    """What a series of kills met with: the moments, restored groups, and samples that continued from a part."""
 
     moments: Counter[str] = field(default_factory=Counter)
     resumed: int = 0

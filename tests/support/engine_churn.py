@@ -55,7 +55,7 @@ class Churn:
             while self.done.total() < self.changes and not self._over.wait(self._random.uniform(0.05, 0.3)):
                 self.busy.wait(PATIENCE_S)
                 self._change()
-        except Exception as e:  # noqa: BLE001  (told by the main thread)
+        except Exception as e:  # noqa: BLE001  (reported by the main thread)
             self.failure = e
 
     def _change(self) -> None:

@@ -44,7 +44,7 @@ PATIENCE_S = 60.0
 
 @contextlib.contextmanager
 def rollout_client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., SimpleNamespace]]:
-    """Yield what makes the arguments of rollouts on the engines of a router; client and state are made anew.
+    """Yield what makes the arguments of rollouts on the engines of a router; client and state are made again.
 
     Without a ``tokenizer`` of their own (stand-ins) a token is a character.
     """
@@ -265,7 +265,7 @@ def _lists_all(standins: StandInFleet) -> bool:
 def replace_who_answers_garbage(
     standins: StandInFleet, make_args: Callable[..., SimpleNamespace], oldest_version: int | None = None
 ) -> str:
-    """Roll out while one of the engines gives answers that nobody should train on, until it has been replaced.
+    """Roll out while one of the engines gives answers that must not be trained on, until it has been replaced.
 
     Returns what happened, in words.
     """
@@ -299,9 +299,9 @@ def replace_who_answers_garbage(
 def stop_an_engine(
     standins: StandInFleet, router: CountingRouter, make_args: Callable[..., SimpleNamespace], seconds: float
 ) -> str:
-    """Stop one of the engines in the middle of a rollout, and let it go on ``seconds`` later; roll out meanwhile.
+    """Stop one of the engines in the middle of a rollout, and let it continue ``seconds`` later; roll out meanwhile.
 
-    Under fault tolerance it does not go on before its loss was noticed, however long that takes on a busy machine.
+    Under fault tolerance it does not continue before its loss was noticed, however long that takes on a busy machine.
 
     Rollouts are over-sampled, so that they end without what the stopped engine has: that is asked for again from the
     others, and the stopped engine's replies come late. Returns what happened, in words.

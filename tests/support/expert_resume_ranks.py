@@ -22,7 +22,7 @@ from tests.support.trainer_ranks import hf_weights, new_trainer, train_once
 def resume_everywhere(
     checkpoint: str, folder: str, layouts: dict[str, dict[str, Any]], pairs: dict[str, list[str]]
 ) -> dict[str, Any]:
-    """Save under each of ``pairs`` after a rollout, go on; load under each of its layouts, save again, go on.
+    """Save under each of ``pairs`` after a rollout, continue; load under each of its layouts, save again, continue.
 
     Returns name -> {"steps": of the second rollout, "weights" after it, "directory": of the checkpoint after the first
     one}; a name is "<saved under>" or "<saved under> -> <loaded under>". Flags may have "unmarked": whether experts

@@ -1,4 +1,4 @@
-"""A SGLang server that others run, as far as a control plane sees it: it can die, and come back at its address."""
+"""A SGLang server that others run, as far as a control plane sees it: it can die, and be restarted at its address."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ExternalServer:
         self._stack.close()
 
     def restart(self) -> None:
-        """Die and come back, with nothing of before."""
+        """Die and start again, with nothing of before."""
         self.die()
         self.groups = []
         self.start()

@@ -1,4 +1,4 @@
-"""What a trainer takes of a GPU: at rest, at the peak of a step, asleep; and what the dry run estimates of it."""
+"""GPU memory of a trainer: at rest, at the peak of a step, offloaded; and the dry run's estimates of it."""
 
 from __future__ import annotations
 

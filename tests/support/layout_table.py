@@ -1,6 +1,6 @@
 """The table of docs/en/advanced/layouts.md: how far every layout is from one process.
 
-``python -m tests.support.layout_table`` measures (15 to 25 minutes on two cores) and writes it anew.
+``python -m tests.support.layout_table`` measures (15 to 25 minutes on two cores) and writes it again.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Machines:
         self._root, self._slots, self._count = root, slots, 1
         port, dashboard, agent, metrics, client = reserve_ports(5)
         self._gcs = f"{HEAD}:{port}"
-        # Clients of a cluster with token authentication must be told. A token of our own touches no file of the user's.
+        # Clients of a cluster need to know of token authentication. A token of our own touches no file of the user's.
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "OMP_NUM_THREADS": "1"}
         self._env = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "SLIME_RUN_ID")} | auth
         self.joining = {**auth, "RAY_ADDRESS": self._gcs, "SLIME_HOST_IP": HEAD}

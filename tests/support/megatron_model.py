@@ -34,7 +34,7 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
 
 
 def switch_layout(args: Namespace) -> None:
-    """Initialise Megatron for the parallel sizes of ``args``, taking down an earlier layout of this process."""
+    """Initialize Megatron for the parallel sizes of ``args``, taking down an earlier layout of this process."""
     from slime.backends.megatron_utils import import_megatron
     from slime.backends.megatron_utils.initialize import initialize_megatron
 

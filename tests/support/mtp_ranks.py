@@ -85,7 +85,7 @@ def plain_provider(pre_process: bool, post_process: bool) -> torch.nn.Module:
 
 
 def families(checkpoints: dict[str, str], scratch: str, layouts: list[str], dense: tuple[str, ...]) -> dict[str, Any]:
-    """Return per layout and family the weights that come back, and losses and gradients of the layers in fp32."""
+    """Return per layout and family the weights after a round trip, and losses and gradients of the layers in fp32."""
     from tests.support.megatron_model import model_args, switch_layout
 
     found = {}

@@ -66,7 +66,7 @@ def pass_scenarios(
 
 
 def top_p_data() -> dict[str, list[Any]]:
-    """Return a rollout whose tokens were sampled among 1 to 40 others; masked ones have no nucleus."""
+    """Return a rollout whose tokens were sampled among 1 to 40 others; masked ones have no top-p set."""
     data = make_train_data(seed=5)
     rng = np.random.default_rng(5)
     data["rollout_top_p_token_ids"], data["rollout_top_p_token_offsets"] = [], []

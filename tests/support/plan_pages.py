@@ -1,6 +1,6 @@
 """Typical command lines and the pages that ``--dry-run`` prints for them, without configuration and memory.
 
-``python -m tests.support.plan_pages`` writes the pages anew; read the difference before it is committed.
+``python -m tests.support.plan_pages`` writes the pages again; read the difference before it is committed.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def metric(run_dir: Path, name: str) -> dict[int, float]:
 
 
 def check_run(result: dict[str, Any], rollouts: int) -> None:
-    """Check what does not depend on how much was learnt."""
+    """Check what does not depend on how much was learned."""
     run_dir = result["run_dir"]
     # engines and trainer agree on the log-probs of the same weights; numerical noise is about 1e-6 in fp32
     difference = metric(run_dir, "train/train_rollout_logprob_abs_diff")

@@ -69,7 +69,7 @@ async def every_other(args: Any, sample: Sample, **_: Any) -> float:
 
 
 async def no_reward(args: Any, sample: Sample, **_: Any) -> float:
-    """Return 0.0: what is learnt comes from elsewhere."""
+    """Return 0.0: what is learned comes from elsewhere."""
     return 0.0
 
 
@@ -119,7 +119,7 @@ def note_trained(args: Any, rollout_id: int, rollout_data: dict[str, Any]) -> No
 
 
 def note_weight_files(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
-    """``--custom-update-weight-post-write-path`` that appends what it was told to the file ``SLIME_TEST_HOOKED``."""
+    """``--custom-update-weight-post-write-path`` that appends its arguments to the file ``SLIME_TEST_HOOKED``."""
     complete = os.path.isfile(os.path.join(version_dir, "model.safetensors.index.json"))
     line = {"directory": version_dir, "engines": len(rollout_engines), "complete": complete}
     with open(os.environ["SLIME_TEST_HOOKED"], "a") as file:

@@ -53,7 +53,7 @@ def _stateless(checkpoint: str, save: str) -> dict[str, Any]:
 
 
 def bf16_sleep(checkpoint: str) -> dict[str, Any]:
-    """Train, sleep, give the weights away while asleep, wake up, train: with and without copies of the weights."""
+    """Train, offload, give the weights away while offloaded, onload, train: with and without copies of the weights."""
     found: dict[str, Any] = {}
     awake, _ = new_trainer(checkpoint, bf16=True)
     train_once(awake, 0, make_train_data(seed=0))

@@ -273,7 +273,7 @@ CALLS: list[tuple[Any, ...]] = []
 
 
 def note_init(args: Any) -> None:
-    """Hook: after Megatron is initialised."""
+    """Hook: after Megatron is initialized."""
     assert (args.rank, args.world_size) == (torch.distributed.get_rank(), torch.distributed.get_world_size())
     CALLS.append(("init",))
 

@@ -14,7 +14,7 @@ CALLS: list[tuple[int, str, list[str], bool]] = []
 
 
 def note_hook(args: Any, version_dir: str, rollout_engines: list[Any]) -> None:
-    """Hook: note the rank, what it was told, and whether the version is complete."""
+    """Hook: note the rank, its arguments, and whether the version is complete."""
     complete = (Path(version_dir) / "model.safetensors.index.json").is_file()
     CALLS.append((int(os.environ["RANK"]), version_dir, [engine.url for engine in rollout_engines], complete))
 

@@ -100,7 +100,7 @@ def test_engines_of_a_run_in_progress(
 
 
 @pytest.mark.parametrize(("words", "limit"), [(["list"], 1800), (["drain", "1", "--timeout", "7200"], 9000)])
-def test_a_manager_that_does_not_answer_is_not_waited_for_for_ever(
+def test_a_manager_that_does_not_answer_is_not_waited_for_forever(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], limit: int
 ) -> None:
     def never(answer: Any, timeout: float = 0.0) -> Any:

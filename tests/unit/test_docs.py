@@ -150,7 +150,7 @@ FILES = ("custom_config_path", "lora_adapter_path", "megatron_config_path", "mem
 """Paths of files, not of functions."""
 
 
-def test_every_hook_is_on_the_customisation_page():
+def test_every_hook_is_on_the_customization_page():
     page = (check_docs.ROOT / "docs/en/get_started/customization.md").read_text()
     hooks = [
         flag.option

@@ -122,7 +122,7 @@ def _fresh_timers():
     get_timers().drain()
 
 
-def test_who_waits_for_the_start_is_told_when_the_engines_have_their_weights():
+def test_the_start_is_reported_when_the_engines_have_their_weights():
     calls: list[str] = []
     loop = Loop(loop_args(num_rollout=1), RolloutRecorder(calls), TrainerRecorder(calls), None, overlap=False)
     loop.run(lambda: calls.append("started"))
@@ -144,7 +144,7 @@ def test_one_step_ahead():
     )
 
 
-def test_released_trainers_are_saved_come_back_and_hand_over_the_engines_memory_themselves():
+def test_released_trainers_are_saved_restarted_and_hand_over_the_engines_memory_themselves():
     calls = run(release_train=True, offload_rollout=True, save_interval=100)
     assert calls == (
         ["sync", "engine caches on"]
@@ -198,7 +198,7 @@ def test_the_rollout_side_learns_which_step_a_version_is(monkeypatch, overlap):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_weights_in_the_middle_of_a_rollout_are_those_of_the_step_so_far(monkeypatch, overlap):
-    """All engines were lost in rollout 1, and come back: they get what has been trained when they are waited for."""
+    """All engines were lost in rollout 1 and are restarted: they get what has been trained when they are waited for."""
     versions = iter(range(1, 10))
     monkeypatch.setattr(TrainerRecorder, "update_weights", lambda self, synchronous_loop=True: next(versions))
     calls: list[str] = []
@@ -229,7 +229,7 @@ def test_engines_lost_before_anything_was_trained_get_the_weights_of_the_start(m
     ).supply_weights()
     assert calls == ["version 1 is step 7"]
     Loop(loop_args(), RolloutRecorder(calls), None, None, overlap=False).supply_weights()
-    assert len(calls) == 1  # nobody to push
+    assert len(calls) == 1  # no trainer to push
 
 
 def test_one_step_ahead_syncs_every_few_rollouts():
@@ -497,7 +497,7 @@ def test_whatever_fails_everything_is_ended(monkeypatch, fails, error):
     with pytest.raises(type(error)) as raised:
         driver.train(train_args())
     assert raised.value is error
-    # Nobody waits for a polite end of what may hang.
+    # Nothing waits for a polite end of what may hang.
     assert world.calls == [*START[: START.index(fails) + 1], "close trackers", "shut down"]
 
 

@@ -27,7 +27,7 @@ class CriticRecorder(TrainerRecorder):
 
 
 class ActorRecorder(TrainerRecorder):
-    """Refuses values that are not the critic's of this rollout, and to be woken or put to sleep twice."""
+    """Refuses values that are not the critic's of this rollout, and to be onloaded or offloaded twice."""
 
     awake = False  # as ``create_training_models`` returns it
 
@@ -90,7 +90,7 @@ def test_colocated_engines_are_off_before_the_critic_is_on():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_actor_waits_for_the_critic_to_have_learnt(overlap):
+def test_the_actor_waits_for_the_critic_to_have_learned(overlap):
     calls = run(num_rollout=3, num_critic_only_steps=2, overlap=overlap)
     trained = [c for c in calls if "train " in c]
     assert trained == ["critic train values 0", "critic train values 1", "critic train values 2", "train 2"]

@@ -25,9 +25,9 @@ DONE_PATHS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occu
 @dataclass
 class Failure:
     """What happens to a request instead of an answer: a status with a body (raw bytes with status 200), a connection
-    cut before the reply or, ``truncated``, in the middle of it, or nothing at all for ever, not even when aborted.
+    cut before the reply or, ``truncated``, in the middle of it, or nothing at all forever, not even when aborted.
 
-    ``spoil``: a whole answer that nobody should use, with a log-prob that is no number (``nan``), one log-prob too few
+    ``spoil``: a whole answer that must not be used, with a log-prob that is no number (``nan``), one log-prob too few
     (``short``) or weights of a version from before any push (``old``)."""
 
     status: int = 200

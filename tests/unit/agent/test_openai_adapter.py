@@ -123,7 +123,7 @@ async def test_an_accept_header_asks_for_a_stream(gateway):
     assert all(line.startswith("data: {") for line in lines[:-1])
 
 
-async def test_only_the_first_tool_call_is_answered_and_recognised(gateway):
+async def test_only_the_first_tool_call_is_answered_and_recognized(gateway):
     both = "<tool_call><function=add></function></tool_call>" * 2
     g = gateway(both, "done")
     message = ask(g.client, user("q"), tools=TOOLS).choices[0].message
@@ -149,7 +149,7 @@ async def test_the_agent_has_the_text_beside_a_call(gateway):
     assert trained_text(sample) == [f"I add them. {ADD}{END}", f" \n{ADD}{END}", f"done{END}"]
 
 
-async def test_reasoning_is_answered_and_not_needed_to_recognise_the_answer(gateway, monkeypatch):
+async def test_reasoning_is_answered_and_not_needed_to_recognize_the_answer(gateway, monkeypatch):
     monkeypatch.setattr(
         "slime.agent.sglang_parsers.split_reasoning",
         lambda raw, name: tuple(raw.removeprefix("<think>").split("</think>")),

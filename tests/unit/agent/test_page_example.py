@@ -122,7 +122,7 @@ def test_a_whole_rollout_of_it_becomes_training_data(example, cluster, tmp_path,
     assert all(len(p) == n for p, n in zip(data["rollout_log_probs"], data["response_lengths"], strict=True))
 
 
-def test_a_tool_that_fails_is_told_to_the_model(example, cluster):
+def test_a_failed_tool_call_is_reported_to_the_model(example, cluster):
     [sample] = run_example(example, cluster, "six x 7", "42")
     assert trained_text(sample)[1].startswith("ValueError: invalid literal")
     assert sample.reward == 0.0

@@ -74,7 +74,7 @@ def standing(number: int, turns: list[Played]) -> int:
 
     A prompt without an answer of its own says nothing: it is in no sample.
 
-    Equal answers to equal requests cannot be told apart: what follows one may be taken to follow the other.
+    Equal answers to equal requests cannot be distinguished: what follows one may be taken to follow the other.
     """
     one = turns[number].turn
     same = (turns[number].messages, turns[number].said)

@@ -67,7 +67,7 @@ def test_a_plain_answer(start):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_calls_in_parallel_and_reasoning_come_back_as_one_clean_sample(start, streamed):
+async def test_calls_in_parallel_and_reasoning_become_one_clean_sample(start, streamed):
     first = f"<think>hm</think>both{ADD}{PATCH}"
     g = start(first, "done", "more")
 

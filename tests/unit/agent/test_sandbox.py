@@ -155,7 +155,7 @@ async def test_images_without_git_are_served_too(local):
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_sandboxes_are_recognised(local):
+def test_sandboxes_are_recognized(local):
     assert isinstance(local, Sandbox)
     assert isinstance(E2BSandbox("image"), Sandbox)
     assert E2BSandbox("image").sandbox_id == ""

@@ -99,7 +99,7 @@ async def test_a_session_is_opened_once_and_closed_for_good(gateway, client):
     assert g.adapter.store == {}
 
 
-async def test_closed_sessions_are_not_kept_for_ever(gateway, monkeypatch):
+async def test_closed_sessions_are_not_kept_forever(gateway, monkeypatch):
     monkeypatch.setattr(common, "CLOSED_SIDS_KEPT", 3)
     adapter = gateway().adapter
     for number in range(5):
@@ -387,7 +387,7 @@ async def test_the_engine_may_be_named_with_its_path(cluster, monkeypatch):
     await http_utils.get_http_client().close()
 
 
-async def test_aborted_turns_go_on_from_the_tokens_they_have(monkeypatch):
+async def test_aborted_turns_continue_from_the_tokens_they_have(monkeypatch):
     monkeypatch.setattr(common, "RESUME_PAUSE_S", 0)
     replies = [
         {"finish_reason": {"type": "abort"}, "weight_version": "1", "ids": [10, 11], "prompt_tokens": 2},
@@ -416,7 +416,7 @@ async def test_aborted_turns_go_on_from_the_tokens_they_have(monkeypatch):
     assert spans == [("1", 0, 2), ("2", 2, 3)]
 
 
-async def test_a_turn_that_is_aborted_for_ever_is_an_error(monkeypatch):
+async def test_a_turn_that_is_aborted_forever_is_an_error(monkeypatch):
     monkeypatch.setattr(common, "RESUME_PAUSE_S", 0)
 
     async def post(url, payload, headers=None):

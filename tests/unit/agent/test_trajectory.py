@@ -183,7 +183,7 @@ def test_of_an_answer_that_the_agent_rewrote_the_part_that_stands_is_trained_on(
     assert sample.agent_session == {"session": "s", **counts}
 
 
-def test_an_answer_that_the_agent_rewrote_and_then_went_on_from_is_trained_on_whole():
+def test_an_answer_that_the_agent_rewrote_and_then_continued_from_is_trained_on_whole():
     manager = TrajectoryManager()
     record(manager, [user("q")], "it is 5", [1], [10, 11])
     record(manager, [user("q"), answer("it is 6"), user("r")], "b", [1, 10, 50, 2], [20])
@@ -520,8 +520,8 @@ class SlowManager:
 
 @st.composite
 def sessions(draw: st.DrawFn) -> tuple[int, list[tuple[list[dict], dict, TurnRecord]]]:
-    """An agent that asks anew, continues from an answer, from an earlier point, or with a history that it changed; and
-    prompts that are the tokens the engine saw, or another rendering of them. Ids of generated tokens are unique."""
+    """An agent that starts over, continues from an answer, from an earlier point, or with a history that it changed;
+    and prompts that are the tokens the engine saw, or another rendering of them. Ids of generated tokens are unique."""
     threshold = draw(st.sampled_from([0, 2, 3, 1024]))
     turns: list[tuple[list[dict], dict, TurnRecord]] = []
     fresh = 1000

@@ -53,7 +53,7 @@ def mismatch(tokens: list[tuple[float, float, int]]) -> list[float]:
 
 
 def mis(args: Any, data: dict[str, Any]) -> tuple[list[list[float]], list[list[int]]]:
-    """Weights and masks of train and rollout log-probs and masks by sample, token by token, without normalisation."""
+    """Weights and masks of train and rollout log-probs and masks by sample, token by token, without normalization."""
     upper = args.tis_upper_bound
     lower = getattr(args, "tis_lower_bound", None)
     lower = 1 / upper if lower is None else lower

@@ -1,4 +1,4 @@
-"""Reward normalisation: groups by explicit index, whatever their sizes and order."""
+"""Reward normalization: groups by explicit index, whatever their sizes and order."""
 
 from __future__ import annotations
 

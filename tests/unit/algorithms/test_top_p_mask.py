@@ -29,7 +29,7 @@ def by_hand(logits: list[list[float]], target: list[int], kept: list[list[int]],
 
 
 def masked(logits: torch.Tensor, targets: torch.Tensor, kept: list[list[int]], temperature: float) -> torch.Tensor:
-    """The definition: -inf outside of the nucleus, whose target is always kept."""
+    """The definition: -inf outside of the top-p set, in which the target is always kept."""
     mask = torch.full(logits.shape, -torch.inf, dtype=logits.dtype)
     for i, ids in enumerate(kept):
         mask[i, [*ids, int(targets[i])]] = 0

@@ -66,7 +66,7 @@ def test_one_trait_makes_a_flag_available(flags):
 
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
-    """Training would go on without the feature, and nothing would say so."""
+    """Training would continue without the feature, and nothing would say so."""
     variables = {"MEGATRON_USE_SGLANG_SPARSE_MLA": "1", "MEGATRON_USE_SGLANG_ROPE": "1", "DSA_KV_FP8_QAT": "0"}
     messages = unavailable_messages({"train_env_vars": {**variables, "NCCL_ALGO": "Ring"}}, flags)
     assert messages == [

@@ -31,7 +31,7 @@ def test_cpu():
 
 @pytest.mark.parametrize(("flags", "fused"), [(("--swiglu",), True), (("--swiglu", "--no-bias-swiglu-fusion"), False)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_gate_is_fused_unless_told_otherwise(device, flags, fused):
+def test_the_gate_is_fused_unless_a_flag_disables_it(device, flags, fused):
     assert finalized(device, *flags).bias_activation_fusion is fused
 
 

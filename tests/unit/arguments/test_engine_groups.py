@@ -134,7 +134,7 @@ def test_prefill_num_servers_makes_the_same_engines() -> None:
 
 
 def test_requests_of_disaggregated_engines_are_cut_off_by_a_push() -> None:
-    """They go on from the tokens that they have; nothing may be on its way while caches are flushed."""
+    """They continue from the tokens that they have; nothing may be on its way while caches are flushed."""
     flags = ["--prefill-num-servers", 1, "--rollout-num-gpus", 2]
     assert parse(*flags).weight_sync_pause_mode == "abort"
     assert parse("--rollout-num-gpus", 2).weight_sync_pause_mode == "auto"

@@ -62,7 +62,7 @@ def test_help_of_a_flag_tells_all_about_it(flags):
     assert "--sglang" not in related
 
 
-def test_every_flag_can_be_told_about(flags):
+def test_help_has_an_example_of_every_flag(flags):
     """The example in YAML is a value of the flag's own type."""
     for flag in flags[::40]:
         text = help_text(flags, flag.option, 200)

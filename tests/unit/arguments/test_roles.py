@@ -74,7 +74,7 @@ def test_only_ppo_has_a_critic():
         role_args(dry(), "critic")
 
 
-def test_both_go_on_from_their_checkpoints(tmp_path):
+def test_both_resume_from_their_checkpoints(tmp_path):
     save = tmp_path / "out"
     flags = [*PPO, "--save", save, "--load", save, "--save-interval", 1]
     assert role_args(dry(*flags), "critic").finetune
@@ -89,7 +89,7 @@ def test_both_go_on_from_their_checkpoints(tmp_path):
     assert role_args(dry(*flags, "--no-load-optim"), "critic").no_load_optim
 
 
-def test_a_run_goes_on_from_the_critic_that_it_saved_elsewhere(tmp_path, write):
+def test_a_run_resumes_from_the_critic_that_it_saved_elsewhere(tmp_path, write):
     path = write(f"megatron: [{{role: critic, overrides: {{save: {megatron_checkpoint(tmp_path / 'there')}}}}}]")
     flags = [*PPO, "--save", tmp_path / "out", "--save-interval", 1, "--megatron-config-path", path]
     assert role_args(dry(*flags), "critic").finetune

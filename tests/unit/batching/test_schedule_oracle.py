@@ -129,6 +129,6 @@ def test_balanced_ranks_are_near_the_best_division_there_is(lengths: list[int]) 
     )
     heaviest = max(flops[partition].sum() for partition in schedule.partitions)
     assert best <= heaviest * (1 + 1e-12)
-    # pairs of neighbours in size, one to each rank: what is left is less than the largest gap between neighbours
+    # pairs of neighbors in size, one to each rank: what is left is less than the largest gap between neighbors
     gaps = [b - a for a, b in itertools.pairwise(sorted(flops))]
     assert heaviest - flops.sum() / 2 <= max(gaps) / 2 * (1 + 1e-12)

@@ -55,7 +55,7 @@ def test_the_keys_every_converter_has() -> None:
     assert RolloutColumns.from_train_data(data).rollout_ids == [9, 9, 0]
 
 
-def test_groups_are_told_to_rloo_for_its_kl_penalty() -> None:
+def test_groups_are_passed_to_rloo_for_its_kl_penalty() -> None:
     samples = [make_sample(4), make_sample(5), make_sample(6)]
     for kl_coef, expected in ((0.0, None), (0.1, [2, 2, 3])):
         args = run_args(reward_key=None, advantage_estimator="rloo", kl_coef=kl_coef)

@@ -6,7 +6,7 @@ from examples.delta_weight_sync.run import EXAMPLE
 from examples.quickstart.recipe import MODEL
 
 
-def test_every_push_is_told():
+def test_every_push_is_described():
     rows = [("perf/update_weights_density", 0.1812), ("perf/update_weights_wire_bytes", 412_345.0), ("train/loss", 1.0)]
     assert [EXAMPLE.describe({"name": name, "step": 3, "value": value}) for name, value in rows] == [
         "rollout   3: 18.1% of the weights' bytes were pushed as changed",

@@ -49,7 +49,7 @@ def text(tokens: list[int]) -> str:
     return "".join(map(chr, tokens))
 
 
-def test_every_conversation_is_a_sample_and_memories_go_on_as_tokens():
+def test_every_conversation_is_a_sample_and_memories_continue_as_tokens():
     with player(generate, SHORT) as play:
         samples = play(remembers, sample("....a7......"))
     assert [one.metadata for one in samples] == [
@@ -69,7 +69,7 @@ def test_every_conversation_is_a_sample_and_memories_go_on_as_tokens():
     assert run(reward_func(None, samples)) == [1.0] * 4
 
 
-def test_a_memory_that_was_cut_goes_on_as_it_is():
+def test_a_memory_that_was_cut_is_continued_as_it_is():
     with player(generate, SHORT) as play:
         samples = play(lambda turns: "123456789", sample())
     assert samples[0].status == Sample.Status.TRUNCATED
@@ -108,7 +108,7 @@ def test_a_row_without_a_document_is_refused(metadata):
 
 
 def test_an_abort_takes_the_whole_execution_back(monkeypatch):
-    """The second conversation is aborted: one sample comes back, as it was drawn."""
+    """The second conversation is aborted: one sample is returned, as it was drawn."""
     real, asked = rollout.sglang_rollout.generate, []
 
     async def aborting(args, one, params, evaluation=False):

@@ -92,7 +92,7 @@ def test_the_selector_has_the_reward_of_its_choice_and_all_are_weighted(rewriter
         assert len(one.rollout_log_probs) == one.response_length
 
 
-def test_an_execution_ends_where_no_answer_goes_on():
+def test_an_execution_ends_where_no_answer_is_passed_on():
     with agents() as play:
         samples = play(Model(["2", "a</think>b</think>5"]), sample())
         assert by_agent(samples) == {"solver": [(0.0, 0.0), (1.0, 0.8)]}
@@ -120,7 +120,7 @@ def test_a_reward_that_fails_aborts_the_execution():
     assert lost.metadata["abort_reason"] == "reward.timeout"
 
 
-def test_what_goes_on():
+def test_which_answers_are_passed_on():
     tokens = [ord(c) for c in f"prompt a</think> b {END}"]
     done = Sample(tokens=tokens, response_length=len(tokens) - 7, status=Sample.Status.COMPLETED)
     assert visible_answer(ToolTokenizer(), done, "</think>") == "b"

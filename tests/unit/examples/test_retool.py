@@ -47,7 +47,7 @@ async def test_what_the_model_sees_of_code(code, seen):
 
 
 @pytest.mark.slow
-async def test_code_that_goes_too_far_is_answered_and_the_loop_goes_on():
+async def test_code_that_goes_too_far_is_answered_and_the_loop_continues():
     """Endless loops, floods of output, memory, processes and modules: each is an error, and nothing waits for it."""
     slow = []
 

@@ -192,7 +192,7 @@ def test_the_tasks_of_a_domain(tau2, tmp_path):
     assert row["metadata"] == {"task_id": "airline-test", "category": "func_call", "domain": "airline"}
 
 
-def test_the_package_of_another_name_is_told_apart(monkeypatch):
+def test_the_package_of_another_name_is_distinguished(monkeypatch):
     monkeypatch.setitem(sys.modules, "tau2", ModuleType("tau2"))  # no package, as that of PyPI
     for name in ("tau2.gym", "tau2.gym.gym_agent"):
         monkeypatch.delitem(sys.modules, name, raising=False)

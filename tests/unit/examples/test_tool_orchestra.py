@@ -163,7 +163,7 @@ def test_an_execution_that_takes_too_long_is_aborted(start):
     assert "more than 0 s" in lost.metadata["abort_reason"]
 
 
-def test_a_model_that_nobody_serves_is_an_error(start):
+def test_a_model_that_no_server_has_is_an_error(start):
     with pytest.raises(ValueError, match="no model 'dear' is served"):
         start(urls={})(Plan(call("answer-2")), sample("fast", 1))
     with pytest.raises(ValueError, match="needs func_call_domain"):
@@ -264,7 +264,7 @@ def test_groups_that_are_all_wrong_and_advantages_that_are_clipped():
 
 
 class Shop:
-    """A domain of one tool: what is bought is told to the user, who leaves at the word bye, or when shown the door."""
+    """A domain of one tool: the user sees what is bought, and leaves at the word bye, or when shown the door."""
 
     closed = 0
 

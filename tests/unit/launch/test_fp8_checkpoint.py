@@ -18,7 +18,7 @@ BLOCK = (2, 3)
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Two files; the scales of ``a`` are in the other one, ``b`` has one scale for all, ``norm`` is not quantised."""
+    """Two files; the scales of ``a`` are in the other one, ``b`` has one scale for all, ``norm`` is not quantized."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(*size, generator=generator).to(FP8) for name, size in SIZES.items()}
     scales = {"a.weight_scale_inv": torch.rand(3, 3, generator=generator), "b.weight_scale_inv": torch.tensor(0.5)}

@@ -43,7 +43,7 @@ class Disk:
 
 
 @pytest.mark.parametrize("reason", REASONS, ids=lambda reason: errno.errorcode[reason])
-def test_metrics_wait_for_room_and_none_is_lost_or_torn(
+def test_metrics_wait_for_room_and_none_is_lost_or_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: int
 ) -> None:
     tracker = Tracker()
@@ -137,7 +137,7 @@ def test_a_tracker_that_fails_ends_nothing_and_keeps_nothing_from_the_others(
     )
 
 
-def test_tensorboard_goes_on_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_continues_in_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TensorBoardWriter(str(tmp_path))
 
     class Full:

@@ -54,7 +54,7 @@ def test_secondary_buffers_and_the_driver_ingests(tmp_path, tracker):
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_what_nobody_fetched_is_asked_for_at_the_end(tmp_path, tracker, complete):
+def test_what_was_not_fetched_is_asked_for_at_the_end(tmp_path, tracker, complete):
     secondary = Tracker()
     logging_utils.init_tracking(run_args(run_dir=str(tmp_path)))
     tracker.add_source(secondary.drain)
@@ -111,7 +111,7 @@ def test_the_buffer_is_bounded(monkeypatch, caplog):
     assert "oldest are lost" in caplog.text
 
 
-def test_jsonl_is_strict_json_and_survives_a_torn_line(tmp_path):
+def test_jsonl_is_strict_json_and_survives_a_truncated_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step_key": "train/step", "st')
     writer = JsonlWriter(path)

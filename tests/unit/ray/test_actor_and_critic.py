@@ -72,7 +72,7 @@ def test_the_critic_sleeps_before_the_actor_takes_memory(monkeypatch, tmp_path):
     assert world.args["critic"].save == f"{world.args['actor'].save}/critic"
 
 
-def test_while_only_the_critic_is_trained_the_prompts_go_on_too(monkeypatch, tmp_path):
+def test_while_only_the_critic_is_trained_the_prompts_advance_too(monkeypatch, tmp_path):
     """``--load`` has no checkpoint of the actor then, and its weights come from elsewhere."""
     world = World(monkeypatch, actor=0, critic=3)
     critic = tmp_path / "save" / "critic"

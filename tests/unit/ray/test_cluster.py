@@ -140,7 +140,7 @@ def test_a_cluster_that_cannot_be_joined_leaves_no_janitor(
     assert not cluster.is_connected()
 
 
-def test_the_variable_that_named_the_cluster_is_told(
+def test_the_variable_that_named_the_cluster_is_in_the_error(
     monkeypatch: pytest.MonkeyPatch, janitors: list[FakeJanitor]
 ) -> None:
     def refuse(**_: Any) -> None:
@@ -216,7 +216,7 @@ def test_a_handler_of_sigterm_survives_the_start_of_ray(monkeypatch):
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         cluster._keep_sigterm_handler()
-        ray._private.utils.set_sigterm_handler(lambda *_: None)  # nobody handles it: Ray does
+        ray._private.utils.set_sigterm_handler(lambda *_: None)  # no handler is set: Ray's is used
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
         handle_sigterm()
         ours = signal.getsignal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A reward that is the same for every sample is told once, after a few rollouts."""
+"""A reward that is the same for every sample is reported once, after a few rollouts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def said_of(caplog: pytest.LogCaptureFixture, rollouts: list[list[Any]], **flags
     return caplog.messages
 
 
-def test_it_is_told_once_with_the_value(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_reported_once_with_the_value(caplog: pytest.LogCaptureFixture) -> None:
     assert said_of(caplog, [[0.0] * 8] * (CONSTANT_ROLLOUTS - 1)) == []
     [said] = said_of(caplog, [[0, 1.0]] + [[0.5] * 8] * (CONSTANT_ROLLOUTS + 5))
     assert said.startswith(
@@ -51,7 +51,7 @@ def test_what_varies_or_is_no_number_is_not(rollouts: list[list[Any]], caplog: p
 
 
 def test_samples_left_out_of_the_loss_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
-    """Failed rewards are 0, whatever the others are; they are told in another way."""
+    """Failed rewards are 0, whatever the others are; they are reported in another way."""
     watch = ConstantRewards(run_args(run_dir="r"))
     for rollout_id in range(9):
         watch.check(rollout_id, [Sample(reward=0.0, remove_sample=True)])

@@ -83,7 +83,7 @@ def test_ids_of_carried_rollouts_do_not_meet_those_of_the_next():
     assert sorted(trained(c.shards(samples))) == [0, 1, 2, 3]
     again = rollout(10, [1, 0], group_size=2)
     for s in again:
-        s.rollout_id = 2  # the id that was carried over, used anew
+        s.rollout_id = 2  # the id that was carried over, used again
     shards = c.shards(again)
     assert sorted(trained(shards)) == [4, 5, 10, 11]
     assert shards[0].global_batch_sizes == [2]  # two rollouts of two samples each, not one of four
@@ -99,7 +99,7 @@ def test_state_survives_a_restart(tmp_path):
     expected = trained(c.shards(rollout(100, [0, 1, 0, 1, 0, 0])))
     assert trained(resumed.shards(rollout(100, [0, 1, 0, 1, 0, 0]))) == expected
     write_carried_over(path, c.state())
-    assert not path.exists()  # nothing was left over: a stale file must not come back
+    assert not path.exists()  # nothing was left over: a stale file must not be read again
 
 
 def test_custom_reward_post_processing_and_conversion():
@@ -369,7 +369,7 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
     for number, trajectories in enumerate(rollouts):
         samples: list[Sample] = []
         for trajectory, siblings in enumerate(trajectories):
-            # Rollout ids start anew in every rollout; a lone sample may have none.
+            # Rollout ids start again in every rollout; a lone sample may have none.
             rollout_id = trajectory if siblings > 1 or name_singles else None
             made.append(list(range(index, index + siblings)))
             for _ in range(siblings):
@@ -399,7 +399,7 @@ def test_whatever_is_left_over_is_trained_later_once_and_in_order(run, dp_size):
                 by_id.setdefault(rollout_id, set()).add(i)
                 assert reward == pytest.approx(expected_rewards[i], abs=1e-12)
                 assert tokens.tolist() == [7, i]
-        # Siblings share an id, and nobody else has it: each id is exactly one trajectory.
+        # Siblings share an id, which no other sample has: each id is exactly one trajectory.
         trajectories_trained = sorted(made.index(sorted(members)) for members in by_id.values())
         assert trajectories_trained == list(range(len(trained_order), len(trained_order) + len(by_id)))
         assert len(by_id) % step == 0
@@ -505,7 +505,7 @@ def test_what_waits_is_not_restored_into_another_conversion():
         converter().restore(with_one.state())
 
 
-def test_samples_that_wait_are_copies_and_their_ids_are_nobody_else_s():
+def test_samples_that_wait_are_copies_and_their_ids_are_unique():
     """As for a rollout function that returns the same objects every time, with ids of its own below zero."""
     c = converter(dp_size=1)
     samples = rollout(0, [1, 0, 1, 0, 1, 0])

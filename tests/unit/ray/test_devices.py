@@ -32,7 +32,7 @@ def test_a_hidden_gpu_is_refused() -> None:
 
 
 def test_engines_are_placed_by_index_not_by_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``--base-gpu-id`` counts visible devices: on GPUs 4 and 5 of a host an engine must be told 0 or 1."""
+    """``--base-gpu-id`` counts visible devices: on GPUs 4 and 5 of a host an engine must get 0 or 1."""
     monkeypatch.setattr(cluster, "ray", SimpleNamespace(get_gpu_ids=lambda: ["5"]))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     assert placement_group._SlotProbe().gpu() == 1

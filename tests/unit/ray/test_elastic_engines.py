@@ -323,7 +323,7 @@ def test_one_that_is_removed_during_a_push_ends_after_it(world: Any) -> None:
     assert push(run) == [OLD]
 
 
-def test_a_push_that_takes_longer_goes_on_without_it(world: Any) -> None:
+def test_a_push_that_takes_longer_continues_without_it(world: Any) -> None:
     """What the trainer does when a push fails: it asks who is left, and pushes again."""
     run = world(2)
     run.fleet.recover()
@@ -353,7 +353,7 @@ def test_a_new_engine_removed_while_it_is_admitted_does_not_stay_on_the_router(w
     assert ranks(run, State.DRAINING) == [1]
 
 
-def test_lost_engines_may_be_removed_unless_they_come_back(world: Any) -> None:
+def test_lost_engines_may_be_removed_unless_they_are_restarted(world: Any) -> None:
     run = world(2)
     Engine.started[1].ended_by = "it ended"
     run.fleet.reap_exited()

@@ -1,4 +1,4 @@
-"""Engines that are lost, and come back: who gets requests, who gets weights, and what is told."""
+"""Engines that are lost and restarted: which get requests, which get weights, and what is reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_engine_that_does_not_say_what_it_is_made_of_is_not_checked(
     assert "engine 0 does not say what it is made of, which is not checked" in caplog.text
 
 
-def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(world: Any, caplog: Any) -> None:
+def test_without_the_flag_the_others_continue_and_the_loss_is_reported_with_the_log(world: Any, caplog: Any) -> None:
     run = world()
     Engine.started[1].ended_by = "engine 1 (pid 7) was ended by signal 9.\nLast lines of engine_1.log:\n  | boom"
     run.fleet.reap_exited()
@@ -91,7 +91,7 @@ def test_without_the_flag_the_others_go_on_and_the_loss_is_told_with_the_log(wor
         "rollout/engines/serving": 1, "rollout/engines/lost": 1, "rollout/engines/restarted": 0
     }  # fmt: skip
     run.fleet.reap_exited()
-    assert run.fleet.members.lost == 1  # told once
+    assert run.fleet.members.lost == 1  # reported once
     assert len(Engine.started) == 2
     assert Engine.started[1].is_ended.wait(PATIENCE_S)
 
@@ -107,7 +107,7 @@ def test_the_last_engine_ends_the_run_with_its_reason(world: Any) -> None:
     assert infos(run) == []
 
 
-def test_a_lost_engine_comes_back_with_weights_first_and_requests_then(world: Any) -> None:
+def test_a_lost_engine_is_restarted_with_weights_first_and_requests_then(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.gate.clear()
     Engine.started[0].ended_by = "engine 0 exited with code 1."
@@ -177,7 +177,7 @@ def test_when_all_are_lost_weights_are_asked_for_as_soon_as_one_is_back(world: A
     assert len(run.router.engines) == 2
 
 
-def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) -> None:
+def test_an_engine_that_is_restarted_during_a_push_waits_for_the_next(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     assert run.fleet.recover() == 0
     offered = run.fleet.offer()
@@ -195,20 +195,20 @@ def test_an_engine_that_comes_back_during_a_push_waits_for_the_next(world: Any) 
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
 
 
-def test_the_loss_of_the_last_that_serves_is_told_while_another_waits_for_weights(world: Any) -> None:
+def test_the_loss_of_the_last_that_serves_is_reported_while_another_waits_for_weights(world: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     run.wait_for(0, State.NEW)
     assert not run.events.need.is_set()
-    Engine.gate.clear()  # the other does not come back for now
+    Engine.gate.clear()  # the other is not restarted for now
     Engine.started[1].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.events.need.is_set()
     Engine.gate.set()
 
 
-def test_an_engine_that_does_not_come_back_is_tried_again_and_then_given_up(world: Any, caplog: Any) -> None:
+def test_an_engine_that_does_not_restart_is_tried_again_and_then_given_up(world: Any, caplog: Any) -> None:
     run = world(use_fault_tolerance=True)
     Engine.broken_starts += ["no memory", "no memory", "no memory left"]
     Engine.started[0].ended_by = "killed"
@@ -272,7 +272,7 @@ def test_an_engine_that_starts_at_the_second_attempt_is_back(world: Any) -> None
     assert [info.url for info in infos(run)] == ["http://e0:4", "http://e1:2"]
 
 
-def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -> None:
+def test_engines_that_share_devices_are_restarted_when_they_are_theirs(world: Any) -> None:
     run = world(use_fault_tolerance=True, offload_rollout=True)
     Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
@@ -284,7 +284,7 @@ def test_engines_that_share_devices_come_back_when_they_are_theirs(world: Any) -
     Engine.started[1].ended_by = "killed"
     Engine.started[2].ended_by = "killed"
     run.fleet.reap_exited()
-    assert run.events.need.is_set()  # nothing comes back without a push
+    assert run.events.need.is_set()  # nothing is restarted without a push
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -296,7 +296,7 @@ def test_without_a_trainer_engines_serve_when_they_are_back(world: Any, offload:
     assert run.router.engines == ["http://e1:2", "http://e0:3"]
 
 
-def test_a_call_to_all_goes_on_without_the_one_that_is_silent(world: Any) -> None:
+def test_a_call_to_all_continues_without_the_one_that_is_silent(world: Any) -> None:
     run = world()
     Client.silent.add("http://e0:1")
     assert run.fleet.check_weights("checksum") == ["weights_checker of http://e1:2"]
@@ -369,7 +369,7 @@ def test_a_router_that_ends_is_started_again_with_the_engines_that_serve(world: 
 
 
 def test_an_engine_that_joins_a_router_that_has_just_ended_is_not_lost(world: Any) -> None:
-    """Nobody has looked for the router's end yet."""
+    """The router's end has not been noticed yet."""
     run = world(use_fault_tolerance=True)
     Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
@@ -381,7 +381,7 @@ def test_an_engine_that_joins_a_router_that_has_just_ended_is_not_lost(world: An
 
 
 @pytest.mark.parametrize("how", ["refused", "ended"])
-def test_a_router_that_is_started_again_goes_on_without_an_engine_that_does_not_join(
+def test_a_router_that_is_started_again_continues_without_an_engine_that_does_not_join(
     world: Any, caplog: Any, how: str
 ) -> None:
     """Here the first of two; the host may have ended it together with the router."""

@@ -22,7 +22,7 @@ def test_so_many_failures_in_a_row_make_a_failed_engine_and_no_fewer() -> None:
     health = EngineHealth(limits(), now=0.0)
     assert not health.record(None, 1.0)
     assert [health.record("late", 2.0), health.record("late", 3.0)] == [False, False]
-    assert not health.record(None, 4.0)  # it answers again: the count starts anew
+    assert not health.record(None, 4.0)  # it answers again: the count starts again
     assert [health.record("late", 5.0) for _ in range(3)] == [False, False, True]
 
 

@@ -125,7 +125,7 @@ def test_a_server_that_knows_any_process_group_is_left_all_the_same() -> None:
 
 
 def test_prefill_and_decode_engines(servers: Any, attached: Any) -> None:
-    """They are registered as what they are, and the run needs both kinds, of one transport, to go on."""
+    """They are registered as what they are, and the run needs both kinds, of one transport, to start."""
     settings = {"disaggregation_transfer_backend": "mooncake", "page_size": 1}
     prefill = servers(disaggregation_mode="prefill", disaggregation_bootstrap_port=8999, **settings)
     decode = servers(disaggregation_mode="decode", **settings)
@@ -227,7 +227,7 @@ def test_flags_that_do_not_reach_the_engine_are_named(servers: Any, caplog: Any)
     assert "with settings of its own, not --sglang-mem-fraction-static 0.5 (it has 0.8)\n" in caplog.text
 
 
-def test_nobody_there_and_keys(servers: Any) -> None:
+def test_no_engine_there_and_keys(servers: Any) -> None:
     server = servers(key=KEY)
     with pytest.raises(ArgumentError, match="it asks for another key than that of --sglang-api-key"):
         discover_external_engines(args_for(server))

@@ -1,4 +1,4 @@
-"""Noticing the end of processes that nobody waits for."""
+"""Noticing the end of processes that are not waited for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def world(monkeypatch) -> World:
     return World(monkeypatch)
 
 
-def test_the_end_of_a_process_is_told_with_its_name(world):
+def test_the_end_of_a_process_is_reported_with_its_name(world):
     world.check(0)
     world.answers["1.2"] = remote.ray.exceptions.RayActorError(error_msg="Worker exit detail: killed by SIGKILL")
     with pytest.raises(RemoteFailure, match=r"critic rank 1 ended unexpectedly during training the actor: .*SIGKILL"):

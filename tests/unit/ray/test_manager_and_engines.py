@@ -23,7 +23,7 @@ HERE = __name__
 
 
 class FakeFleet:
-    """Engines that are ready when told so, and that can die."""
+    """Engines that are ready when the test says so, and that can die."""
 
     def __init__(self, args: Any, slots: Any, wiring: Any, events: Any) -> None:
         self.on_death, self.events = events.engines_failed, events
@@ -249,7 +249,7 @@ def test_what_trainers_of_old_ask_for_before_a_push(with_engines: Any, monkeypat
     assert len(locks) == 1
 
 
-def test_the_need_of_weights_is_told_until_engines_serve(with_engines: Any) -> None:
+def test_the_need_of_weights_is_reported_until_engines_serve(with_engines: Any) -> None:
     manager, fleet = with_engines()
     fleet.ready.set()
     with ThreadPoolExecutor(2) as pool:

@@ -44,7 +44,7 @@ def test_async_init_answers_with_the_first_rollout_of_every_rank(clock: FakeRay)
     manager = Remote()
     assert group.async_init_weight_update_connections(ManagerAndEpoch((manager, 5))) == []
     assert ("set_train_parallel_config", {"dp_size": 2}) in manager.calls
-    group.set_rollout_manager(manager)  # once more, as some do: nothing is told twice
+    group.set_rollout_manager(manager)  # once more, as some do: nothing is passed twice
     assert manager.names == ["set_train_parallel_config"]
 
 

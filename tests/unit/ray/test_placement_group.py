@@ -167,7 +167,7 @@ def test_slots_that_come_late_are_taken(
     assert world.removed == []
 
 
-def test_an_own_cluster_does_not_grow_so_nobody_waits_for_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_own_cluster_does_not_grow_so_nothing_waits_for_it(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     connected(monkeypatch, "cpu", own=True)
     with pytest.raises(PlacementError, match=rf"5 slots of \[{SLOT} 1\] are more than this machine has \({SLOT}\)"):
         create_placement_groups(placed_args())

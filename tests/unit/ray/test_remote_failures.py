@@ -109,7 +109,7 @@ def test_describe_of_a_call_that_timed_out() -> None:
     assert str(failure).startswith("engine 0 did not answer during starting")
 
 
-def test_an_actor_that_died_is_told_in_one_line() -> None:
+def test_an_actor_that_died_is_reported_in_one_line() -> None:
     paragraph = (
         "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainRayActor\n\tactor_id: 0123\n"
         "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly exits with a connection error code 2.\n"
@@ -131,7 +131,7 @@ def test_an_actor_that_died_is_told_in_one_line() -> None:
         ("CUDA out of memory", False),
     ],
 )
-def test_consequences_are_told_from_causes(text: str, secondary: bool) -> None:
+def test_consequences_are_distinguished_from_causes(text: str, secondary: bool) -> None:
     with pytest.raises(RemoteFailure) as raised:
         Actor().work(RuntimeError(text))
     assert is_secondary(remote(raised.value)) is secondary

@@ -47,7 +47,7 @@ def test_a_failed_rank_is_reported_at_once_while_others_never_answer(clock: Fake
     assert clock.now < 2.6  # and not at the end of a second
 
 
-def test_the_cause_is_told_before_the_ranks_that_lost_their_peer(clock: FakeRay) -> None:
+def test_the_cause_is_reported_before_the_ranks_that_lost_their_peer(clock: FakeRay) -> None:
     refs = [
         Ref(consequence("RuntimeError: Connection closed by peer [10.0.0.1]"), at=1.0),
         Ref(RemoteFailure("OutOfMemoryError: no memory"), at=2.5),
@@ -63,7 +63,7 @@ def test_the_cause_is_told_before_the_ranks_that_lost_their_peer(clock: FakeRay)
     assert clock.now < 3.0
 
 
-def test_once_the_cause_is_known_nobody_waits_for_its_consequences(clock: FakeRay) -> None:
+def test_once_the_cause_is_known_nothing_waits_for_its_consequences(clock: FakeRay) -> None:
     refs = [
         Ref(RemoteFailure("OutOfMemoryError: no memory"), at=1.0),
         Ref(consequence("RuntimeError: broken pipe"), at=1.1),

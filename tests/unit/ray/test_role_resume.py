@@ -1,4 +1,4 @@
-"""Where actor and critic go on from when a run is killed between their checkpoints."""
+"""The checkpoints that actor and critic resume from when a run is killed between their checkpoints."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def agreed(root: Path, actor_saved: list[int], critic_saved: list[int], only: in
         ([3, 7], [3, 7, 9], 20, (8, 10)),  # raised when the last run had been killed between both checkpoints
     ],
 )
-def test_both_go_on_after_the_last_rollout_that_both_have(tmp_path, actor_saved, critic_saved, only, starts):
+def test_both_resume_after_the_last_rollout_that_both_have(tmp_path, actor_saved, critic_saved, only, starts):
     assert agreed(tmp_path, actor_saved, critic_saved, only) == starts
 
 

@@ -147,7 +147,7 @@ def test_engines_of_other_sizes_hold_other_parts(clock: FakeRay) -> None:
         RolloutHandle(handle_args(), Remote(check_weights=[*found, checksum(2, "z")])).check_equal_checksums()
 
 
-def test_the_end_does_not_wait_for_ever(clock: FakeRay) -> None:
+def test_the_end_does_not_wait_forever(clock: FakeRay) -> None:
     RolloutHandle(handle_args(), Remote(dispose=Ref(at=NEVER))).dispose()
     assert clock.now == rollout_handle.DISPOSE_DEADLINE_S
 
@@ -267,7 +267,7 @@ def test_weights_go_to_the_engines_of_the_manager(clock: FakeRay) -> None:
     manager = Remote(get_updatable_engines=["engine 0", "engine 1"])
     assert make_group(ranks, manager).update_weights(synchronous_loop=False) == 4
     assert all(rank.calls[-1] == ("update_weights", ["engine 0", "engine 1"], False) for rank in ranks)
-    # Lost engines come back before, and get requests after.
+    # Lost engines are restarted before, and get requests after.
     assert manager.names[-3:] == [
         "recover_updatable_engines",
         "get_updatable_engines",
@@ -291,7 +291,7 @@ class Failing(Remote):
 
 
 class Losing(Remote):
-    """A manager that answers the question for its engines in turn, the last time for ever."""
+    """A manager that answers the question for its engines in turn, the last one forever."""
 
     def __init__(self, *answers: list[EngineInfo]) -> None:
         super().__init__()
@@ -339,7 +339,7 @@ def test_engines_that_die_in_every_push_end_the_run(clock: FakeRay) -> None:
 
 
 class Needy(Remote):
-    """A manager whose engines need weights at certain times while it generates, told by ``clock``."""
+    """A manager whose engines need weights at certain times while it generates, by ``clock``."""
 
     def __init__(self, clock: FakeRay, moments: list[float], **answers: Any) -> None:
         super().__init__(**answers)
@@ -355,7 +355,7 @@ class Needy(Remote):
 
 
 @pytest.mark.parametrize("what", ["generate", "eval"])
-def test_engines_that_come_back_in_a_rollout_get_their_weights(clock: FakeRay, what: str) -> None:
+def test_engines_that_are_restarted_in_a_rollout_get_their_weights(clock: FakeRay, what: str) -> None:
     manager = Needy(clock, [3.0, 7.0], generate=Ref("boxes", at=20), eval=Ref(None, at=20))
     handle = RolloutHandle(handle_args(use_fault_tolerance=True), manager)
     pushed: list[float] = []
@@ -390,7 +390,7 @@ def test_a_need_that_the_regular_push_has_met_is_none(clock: FakeRay) -> None:
     assert pushed == []
 
 
-def test_without_the_flag_nobody_waits_for_a_need(clock: FakeRay) -> None:
+def test_without_the_flag_nothing_waits_for_a_need(clock: FakeRay) -> None:
     manager = Needy(clock, [3.0], generate=Ref("boxes", at=20))
     handle = RolloutHandle(handle_args(use_fault_tolerance=False), manager)
     handle.supply_weights = lambda: pytest.fail("weights were pushed")

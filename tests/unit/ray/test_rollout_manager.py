@@ -144,7 +144,7 @@ def test_generation_alone_reports_what_a_trainer_would_of_its_data(make_manager:
     assert {name: found[name] for name in expected} == pytest.approx(expected)
 
 
-def test_generation_alone_goes_on_with_samples_that_could_not_be_trained_on(
+def test_generation_alone_continues_with_samples_that_could_not_be_trained_on(
     make_manager: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = make_manager(
@@ -291,7 +291,7 @@ def test_evaluation(make_manager: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "samples" / "eval-4.jsonl").exists()
 
 
-def test_a_reward_that_never_differs_is_told(make_manager: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_never_differs_is_reported(make_manager: Any, caplog: pytest.LogCaptureFixture) -> None:
     manager = make_manager()
     manager._make_rollout = lambda args, rollout_id, source, evaluation=False: [
         [Sample(reward=0.25, tokens=[1, 2], response_length=1, group_index=i)] for i in range(4)

@@ -51,6 +51,6 @@ def test_the_refusal_carries_every_input(change: dict[str, Any], required: int) 
     assert f"len(reordered_gpu_ids)={group['num_available_gpus']}," in text
 
 
-def test_a_number_of_rollout_slots_that_is_not_known_is_told_too() -> None:
+def test_a_number_of_rollout_slots_that_is_not_known_is_reported_too() -> None:
     with pytest.raises(ValueError, match="rollout_num_gpus=None"):
         validate_server_group_gpu_indices(**GROUP | {"rollout_num_gpus": None, "num_available_gpus": 0})

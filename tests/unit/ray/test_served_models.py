@@ -1,4 +1,4 @@
-"""Several models: who is behind which router, who gets weights, who comes back when, who releases memory."""
+"""Several models: who is behind which router, who gets weights, who is restarted when, who releases memory."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_metrics_are_of_all_and_of_each_model(served: Any, world: Any) -> None:
     assert run.fleet.counts() == counts
 
 
-def test_the_only_actor_comes_back_with_weights_while_the_judge_goes_on(served: Any) -> None:
+def test_the_only_actor_is_restarted_with_weights_while_the_judge_continues(served: Any) -> None:
     run = served(use_fault_tolerance=True)
     kill(run, 0)
     assert run.events.need.wait(PATIENCE_S)
@@ -217,7 +217,7 @@ def test_without_the_flag_a_model_without_engines_ends_the_run(served: Any, rank
     assert f"engine {rank} exited with code 3." in str(run.events.failure)
 
 
-def test_without_the_flag_the_other_judge_goes_on(served: Any, caplog: Any) -> None:
+def test_without_the_flag_the_other_judge_continues(served: Any, caplog: Any) -> None:
     run = served(TWO_JUDGES, slots=4)
     kill(run, 2)
     assert not run.events.failed.is_set()
@@ -343,7 +343,7 @@ def test_a_judge_that_does_not_start_in_its_turn_tries_again_in_the_next(served:
     assert not run.events.failed.is_set()
 
 
-def test_a_lost_actor_on_shared_slots_comes_back_beside_the_judge(served: Any) -> None:
+def test_a_lost_actor_on_shared_slots_is_restarted_beside_the_judge(served: Any) -> None:
     run = served(use_fault_tolerance=True, **SHARED)
     kill(run, 0)
     assert run.events.need.is_set()

@@ -94,7 +94,7 @@ def test_a_rank_sets_its_threads_once_it_knows_the_others(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_only_ranks_on_cpus_are_told_to_share_cores(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_only_ranks_on_cpus_share_cores(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     started: list[tuple[Any, ...]] = []
     here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: {}, device_type=device)
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: started.append(a) or MagicMock()))

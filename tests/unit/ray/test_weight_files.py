@@ -66,18 +66,18 @@ def test_versions_are_kept_when_asked(tmp_path: Path) -> None:
     assert sides.on_disk() == ["weight_v000001", "weight_v000002"]
 
 
-def test_engines_that_come_back_find_the_files_of_trainers_that_have_ended(tmp_path: Path) -> None:
+def test_engines_that_are_restarted_find_the_files_of_trainers_that_have_ended(tmp_path: Path) -> None:
     sides = Sides(tmp_path, release_train=True)
     sides.files.begin()
     sides.files.push([], True)
     assert sides.on_disk() == ["weight_v000001"]
-    assert sides.files.push([], True) == 1  # in the middle of a rollout: nobody has begun a new version
+    assert sides.files.push([], True) == 1  # in the middle of a rollout: no new version has begun
     assert sides.log == ["write 1", "read 1", "read 1"]
     sides.files.clear()
     assert sides.on_disk() == []
 
 
-def test_trainers_come_back_as_they_started_until_the_run_has_saved() -> None:
+def test_trainers_restart_as_they_started_until_the_run_has_saved() -> None:
     args = run_args(load="hf", save="out", ckpt_step=4, finetune=True, no_load_optim=True, no_load_rng=True, lr=1.0)
     assert resume_args(args, None) is args
     going_on = resume_args(args, 9)

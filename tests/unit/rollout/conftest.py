@@ -29,7 +29,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> CharTokenizer:
 
 @pytest.fixture
 def cluster(tokenizer: CharTokenizer, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCluster]:
-    """Two engines behind a router; the rollout state and the HTTP client are made anew for each test."""
+    """Two engines behind a router; the rollout state and the HTTP client are made again for each test."""
     SingletonMeta.clear_instances()
     monkeypatch.setattr(http_utils, "_http_client", None)
     monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})

@@ -327,7 +327,7 @@ def test_a_field_that_cannot_be_stored_is_an_error(make):
 @pytest.mark.parametrize(
     "value", [[1] * 20, [2**70] * 20, [1.5] * 20, [True] * 20, [1, 1.5] * 20, ["a"] * 20, [], [[1] * 16]]
 )
-def test_lists_come_back_with_their_types(value):
+def test_lists_keep_their_types(value):
     again = decode_value(json.loads(json.dumps(encode_value(value))))
     assert again == value
     assert [type(x) for x in again] == [type(x) for x in value]

@@ -25,7 +25,7 @@ def samples(count: int) -> list[Sample]:
     ]
 
 
-def test_dumps_come_back(tmp_path):
+def test_dumps_round_trip(tmp_path):
     one = Sample(index=3, tokens=[1, 2], metadata={"a": [1, {"b": (2,)}]}, rollout_routed_experts=torch.ones(1, 2, 3))
     one.note = np.arange(3)
     one.handle = threading.Lock()

@@ -61,8 +61,8 @@ async def reward_when_all_are_busy(args: Any, sample: Sample, **kwargs: Any) -> 
 
 
 @pytest.mark.parametrize("partial_rollout", [True, False])
-def test_the_engines_are_told_to_stop_when_every_slot_is_taken(cluster, make_args, caplog, partial_rollout):
-    """One group ends; the others hold every connection of the client with answers that take for ever."""
+def test_the_engines_are_asked_to_stop_when_every_slot_is_taken(cluster, make_args, caplog, partial_rollout):
+    """One group ends; the others hold every connection of the client with answers that take forever."""
     args = make_args(
         partial_rollout=partial_rollout, sglang_server_concurrency=2, rollout_num_engines=2, rollout_batch_size=1,
         over_sampling_batch_size=4, custom_rm_path=f"{HERE}.reward_when_all_are_busy",
@@ -289,7 +289,7 @@ def test_without_partial_rollout_pending_rewards_are_cancelled(cluster, make_arg
     assert "rollout/reward/left_behind" not in output.metrics
 
 
-async def test_who_waits_for_what_is_told():
+async def test_who_waits_for_what_is_reported():
     group = [Sample(prompt="p", index=i, group_index=7) for i in range(3)]
     job = GroupJob(group)
     task = job.begin(lambda job: asyncio.sleep(0))
@@ -302,7 +302,7 @@ async def test_who_waits_for_what_is_told():
     await task
 
 
-async def test_only_leaving_lets_a_caller_go_on_without_its_reward():
+async def test_only_leaving_lets_a_caller_continue_without_its_reward():
     pending, sample, answer = PendingRewards(), Sample(), asyncio.Event()
 
     async def fails() -> None:

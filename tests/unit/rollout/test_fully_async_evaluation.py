@@ -55,7 +55,7 @@ def remember_call(args: Any, sample: Sample, *, rollout_id: int | None = None, e
 
 @pytest.mark.parametrize("function", [generate_rollout_fully_async, sglang_rollout.generate_rollout])
 def test_groups_begin_during_an_evaluation_of_any_kind(cluster, make_args, clock, function):
-    """What both count and what their hooks are told is kept apart."""
+    """The counts of both and the arguments of their hooks are kept apart."""
     args = make_args(
         prompts=PROMPTS, sglang_server_concurrency=8, rollout_sample_hook_path=[f"{HERE}.remember_call"],
         custom_rm_path=f"{HERE}.training_reward",

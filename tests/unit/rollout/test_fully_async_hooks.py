@@ -121,7 +121,7 @@ def test_a_filter_that_always_raises_stops_the_run_and_keeps_the_group(cluster, 
 
 
 async def fail_after_the_rollout(args: Any, sample: Sample, **_: Any) -> float:
-    """The rewards of the fifth group fail when they are told to."""
+    """The rewards of the fifth group fail when ``args.fails`` is set."""
     if sample.group_index != 4:
         return 1.0
     args.begun.release()

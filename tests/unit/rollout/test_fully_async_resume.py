@@ -48,7 +48,7 @@ def test_unconsumed_groups_are_part_of_the_saved_state(cluster, start, tmp_path)
 
 
 def test_groups_of_before_a_restart_are_as_old_as_they_were(cluster, start, tmp_path, monkeypatch):
-    """The versions of the engines are counted from 1 again; steps go on."""
+    """The versions of the engines are counted from 1 again; steps continue."""
     args, source = start(save=str(tmp_path), load=str(tmp_path), max_staleness=2)
     before, after = WeightClock(), WeightClock()
     monkeypatch.setattr(group_stream, "weight_clock", lambda: before)

@@ -73,7 +73,7 @@ def test_rollouts_follow_each_other_without_loss_or_repetition(cluster, start):
         assert first == sorted(first)
 
 
-def test_generation_goes_on_between_rollouts_and_stops_at_the_limit(cluster, start):
+def test_generation_continues_between_rollouts_and_stops_at_the_limit(cluster, start):
     args, source = start()
     generate_rollout_fully_async(args, 0, source)
     worker = fully_async_rollout.get_global_worker(args, source)
@@ -172,7 +172,7 @@ def test_the_hooks_are_those_of_the_default_rollout(cluster, start):
     assert len([index for seen in SEEN for index in seen if index % 2]) == dropped > 0
 
 
-def test_groups_that_come_back_complete_are_not_generated_again(cluster, start, clock):
+def test_groups_that_are_returned_complete_are_not_generated_again(cluster, start, clock):
     args, source = start(dynamic_sampling_filter_path=f"{HERE}.keep_even")
     worker = AsyncRolloutWorker(args, source)
     worker.start()
@@ -276,7 +276,7 @@ async def no_reward(args: Any, sample: Sample, **kwargs: Any) -> float:
 
 
 def test_too_many_failed_rewards_stop_the_run_at_once(cluster, start):
-    """Each failure is a sample's; that there are too many is no failure of a group that beginning again would mend."""
+    """Each failure is a sample's; that there are too many is no failure of a group that beginning again would fix."""
     args, source = start(custom_rm_path=f"{HERE}.no_reward")
     with pytest.raises(TooManyRewardFailures, match="the judge is away"):
         generate_rollout_fully_async(args, 0, source)
@@ -297,7 +297,7 @@ async def aborts_always(args: Any, sample: Sample, sampling_params: dict[str, An
     return sample
 
 
-def test_aborted_groups_begin_again_but_not_for_ever(cluster, start, clock, monkeypatch):
+def test_aborted_groups_begin_again_but_not_forever(cluster, start, clock, monkeypatch):
     TROUBLE.clear()
     clock.publish(1, 0)
     set_version(cluster, "1")
@@ -377,7 +377,7 @@ def test_engines_without_the_pushed_weights_are_found_out(cluster, start, clock)
         generate_rollout_fully_async(args, 0, source)
 
 
-def test_a_fan_out_that_comes_back_too_old_begins_again_from_its_prompt(cluster, start, clock):
+def test_a_fan_out_that_is_returned_too_old_begins_again_from_its_prompt(cluster, start, clock):
     args, source = start(custom_generate_function_path=f"{HERE}.fan_out", max_staleness=1)
     clock.publish(7, 5)
     group = source.get_samples(1)[0]
@@ -476,7 +476,7 @@ def test_stopping_hands_everything_back_and_leaves_nothing_running(cluster, star
     assert not half_made
 
 
-def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
+def test_an_interrupted_rollout_continues_with_the_same_groups(cluster, start):
     args, source = start(sglang_server_concurrency=2)
     for engine in cluster.engines:
         engine.delay = 5.0
@@ -495,7 +495,7 @@ def test_an_interrupted_rollout_goes_on_with_the_same_groups(cluster, start):
     assert len(set(drawn)) == len(drawn)
 
 
-def test_a_source_without_prompts_is_told(cluster, start):
+def test_a_source_without_prompts_is_reported(cluster, start):
     args, source = start()
     source.get_samples = lambda count: []
     with pytest.raises(RuntimeError, match="rollout 0: the data source has no more prompts; 0 of 4 groups are done"):

@@ -141,7 +141,7 @@ class CountingTokenizer:
         return [ord(c) + self.offset for c in text]
 
 
-def test_a_prompt_is_tokenised_once_for_its_group():
+def test_a_prompt_is_tokenized_once_for_its_group():
     tokens, tokenizer = PromptTokens(), CountingTokenizer()
     for prompt in ("a", "a", "ab", "a", "ab"):
         ids = tokens.of(tokenizer, prompt)

@@ -94,7 +94,7 @@ async def test_every_form_of_an_answer_reaches_its_samples(name: str, rewards: l
     assert (errors.scored, errors.failed) == (5, [])
 
 
-async def test_rewards_that_a_function_has_set_come_back_in_the_nesting_of_the_group() -> None:
+async def test_rewards_that_a_function_has_set_are_returned_in_the_nesting_of_the_group() -> None:
     found = await batched_async_rm(custom("set_by_itself_in_a_thread"), nested())
     assert found == [[0.0, 1.0], 2.0, [[3.0], [4.0]]]
     flat = [Sample(index=7), Sample(index=8)]

@@ -130,7 +130,7 @@ half_once.resumable = True  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("partial", "second"), [(False, ""), (True, "half")])
-def test_half_a_response_goes_on_in_a_partial_rollout_only(cluster, make_args, partial, second):
+def test_half_a_response_is_continued_in_a_partial_rollout_only(cluster, make_args, partial, second):
     args = make_args(
         custom_generate_function_path=f"{HERE}.half_once", custom_rm_path=f"{HERE}.good", partial_rollout=partial,
         rollout_batch_size=1, over_sampling_batch_size=1,

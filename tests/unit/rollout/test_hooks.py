@@ -303,7 +303,7 @@ def test_decorated_functions_factories_and_delegates_are_what_they_are_called_as
         make_hook(f"{HERE}.takes_the_sample_only", "custom_rm_path")
 
 
-def test_a_thread_that_ends_with_an_odd_exception_is_still_told():
+def test_an_odd_exception_of_a_thread_is_still_reported():
     async def stops() -> None:
         await in_thread(lambda: next(iter(())))
 

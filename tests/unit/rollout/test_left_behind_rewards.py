@@ -74,7 +74,7 @@ def test_a_response_that_begins_again_is_not_given_the_reward_of_the_old_one(clu
 
 
 async def fail_late(args: Any, sample: Sample, **kwargs: Any) -> float:
-    """The second group's reward fails when it is told to; the others are there at once or, of later groups, never."""
+    """The second group's reward fails when ``args.fails`` is set; the others come at once or, in later groups, not."""
     event = {0: None, 1: args.fails}.get(sample.group_index, OVER)
     while event is not None and not event.is_set():
         await asyncio.sleep(0.001)
@@ -105,9 +105,7 @@ def wait_until_failed(args: Any) -> None:
 
 
 @pytest.mark.parametrize("fails", ["between the rollouts", "while it is waited for"])
-def test_a_reward_that_fails_after_its_rollout_counts_in_the_one_that_the_sample_comes_back_to(
-    cluster, make_args, fails
-):
+def test_a_reward_that_fails_after_its_rollout_counts_in_the_one_that_the_sample_returns_to(cluster, make_args, fails):
     args, source = leave_one_behind(make_args)
     if fails == "between the rollouts":
         wait_until_failed(args)
@@ -127,7 +125,7 @@ def test_late_failures_are_tolerated_as_others_are(cluster, make_args):
         generate_rollout(args, 1, source)
 
 
-def test_failures_of_samples_that_never_come_back_are_forgotten(cluster, make_args):
+def test_failures_of_samples_that_never_return_are_forgotten(cluster, make_args):
     args, source = leave_one_behind(make_args)
     wait_until_failed(args)
     late = GenerateState(args).late_failures

@@ -116,7 +116,7 @@ def no_last_id(monkeypatch):
     monkeypatch.setattr(on_policy_distillation, "_last_ids", {})
 
 
-async def test_the_last_id_of_the_vocabulary_is_told_as_zero(teacher, no_last_id):
+async def test_the_last_id_of_the_vocabulary_is_returned_as_zero(teacher, no_last_id):
     """As SGLang tells it, in the prompt too; that it is in the vocabulary is asked once."""
     asked, known = args(rm_url=f"{teacher.url}/generate"), told_as([0])
     teacher.failures.extend(answers(told_as([0, 7, 0, 0, 8]), known, told_as([7, 0])))

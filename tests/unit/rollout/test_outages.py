@@ -473,7 +473,7 @@ def test_a_service_that_is_down_is_asked_after_growing_waits(monkeypatch):
 
 
 class Judge:
-    """A reward whose server is down for some calls, or refuses one sample for ever."""
+    """A reward whose server is down for some calls, or refuses one sample forever."""
 
     def __init__(self, down: int = 0, bad: Any = None) -> None:
         self.down, self.bad, self.calls = down, bad, Counter()

@@ -81,7 +81,7 @@ def asks_for_the_loop(args: Any, sample: Sample) -> Any:
 
 
 @pytest.mark.parametrize("function", [gathers, asks_for_the_loop])
-async def test_a_plain_function_that_needs_the_loop_is_told_the_way_out(function):
+async def test_the_error_of_a_plain_function_that_needs_the_loop_names_the_way_out(function):
     with pytest.raises(RuntimeError, match=r"no (running|current) event loop") as raised:
         await Hook("--flag", "a.b", function).awaited_off_loop(None, Sample())
     assert "make it `async def`" in raised.value.__notes__[0]

@@ -1,4 +1,4 @@
-"""A run that ends at any moment and starts again: what had been generated comes back in its old place, once."""
+"""A run that ends at any moment and starts again: what had been generated is restored in its old place, once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def numbers(groups: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("cls", [RolloutDataSource, RolloutDataSourceWithBuffer])
-def test_finished_groups_come_back_in_their_place(start: Start, cls: type) -> None:
+def test_finished_groups_are_restored_in_their_place(start: Start, cls: type) -> None:
     source = start(cls=cls)
     groups = source.get_samples(4)
     finished = finish(groups[1])
@@ -101,7 +101,7 @@ def test_finished_groups_come_back_in_their_place(start: Start, cls: type) -> No
     assert start(cls=cls).get_samples(2)[1] == finished  # after a second end too
 
 
-def test_what_was_handed_back_unfinished_comes_back(start: Start) -> None:
+def test_what_was_handed_back_unfinished_is_restored(start: Start) -> None:
     source = start(partial_rollout=True)
     groups = source.get_samples(3)
     partial = finish(groups[2], Status.ABORTED)
@@ -113,7 +113,7 @@ def test_what_was_handed_back_unfinished_comes_back(start: Start) -> None:
     assert drawn[0][0].status == Status.PENDING
 
 
-def test_groups_of_the_buffer_come_back_in_their_place(start: Start) -> None:
+def test_groups_of_the_buffer_are_restored_in_their_place(start: Start) -> None:
     source = start()
     groups = source.get_samples(2)
     source.snapshot(0)

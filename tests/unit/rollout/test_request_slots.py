@@ -73,7 +73,7 @@ def test_the_rule_does_not_count_the_same_surplus_twice():
         assert limit == 40
 
 
-async def test_a_raised_limit_lets_those_in_who_wait_and_a_lowered_one_nobody():
+async def test_a_raised_limit_lets_those_in_who_wait_and_a_lowered_one_does_not():
     slots = RequestSlots(2)
     for _ in range(2):
         await slots.acquire()
@@ -143,7 +143,7 @@ async def test_the_mean_in_flight_is_over_time(monkeypatch):
     slots.release()
 
 
-async def test_who_looks_at_the_slots_is_told_of_every_change():
+async def test_every_change_of_the_slots_is_reported():
     slots, seen = RequestSlots(1), []
     slots.changed = lambda: seen.append((slots.in_flight, slots.waiting))
     async with slots:
@@ -175,7 +175,7 @@ async def test_engines_that_do_not_answer_are_not_counted_on(client):
         slots.release()
 
 
-async def test_refusals_lower_the_limit_and_are_told_once(client, caplog):
+async def test_refusals_lower_the_limit_and_are_logged_once(client, caplog):
     slots = RequestSlots(10, Loads(EngineLoad(4, 3)))
     for _ in range(10):
         await slots.acquire()

@@ -170,7 +170,7 @@ def test_f1(given, truth, f1):
     assert f1_score(None, truth) == (0, 0, 0)
 
 
-def test_f1_normalisation():
+def test_f1_normalization():
     assert normalize_answer("  The, quick  (brown) fox an ") == "quick brown fox"
 
 

@@ -353,7 +353,7 @@ def test_a_refused_request_fails_at_once_and_names_the_sample(cluster, make_args
     state = GenerateState(args)
     assert state.pendings == set()
     assert state.remaining_batch_size == 0
-    output = generate_rollout(args, 1, RolloutDataSourceWithBuffer(args))  # the process can go on
+    output = generate_rollout(args, 1, RolloutDataSourceWithBuffer(args))  # the process can continue
     assert len(output.samples) == 4
 
 
@@ -421,7 +421,7 @@ async def rm_batch(args: Any, samples: list[Sample], **kwargs: Any) -> list[floa
     return [float(len(samples)) for _ in samples]
 
 
-def test_a_custom_generate_function_is_told_about_evaluation_only_if_it_asks(cluster, make_args):
+def test_evaluation_is_passed_to_a_custom_generate_function_only_if_it_asks(cluster, make_args):
     args = make_args(custom_generate_function_path=f"{HERE}.shout")
     output = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args))
     assert {s.response for s in iter_samples(output.samples)} == {"TRAIN"}

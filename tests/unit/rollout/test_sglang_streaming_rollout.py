@@ -143,7 +143,7 @@ def test_a_cancelled_request_leaves_what_has_arrived(cluster, make_args):
     check(run(generate_streaming(args, sample, PARAMS)), 2)
 
 
-def test_a_stream_that_breaks_off_goes_on_elsewhere(cluster, make_args, caplog):
+def test_a_stream_that_breaks_off_continues_elsewhere(cluster, make_args, caplog):
     args = make_args()
     for engine in cluster.engines:
         engine.delay = 0.002

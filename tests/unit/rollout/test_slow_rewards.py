@@ -67,7 +67,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING and "been pending" in r.getMessage()]
 
 
-async def test_one_that_awaits_for_ever_is_named_and_given_up(caplog):
+async def test_one_that_awaits_forever_is_named_and_given_up(caplog):
     began = time.monotonic()
     sample = await score("waits", 0.9)
     said = warnings(caplog)

@@ -95,7 +95,7 @@ class World:
         return sample
 
     async def update(self) -> None:
-        """Engines get new weights; a moment later the clock is told."""
+        """Engines get new weights; a moment later the clock is updated."""
         self.version, self.step = self.version + 1, self.step + 1
         await asyncio.sleep(self.rng.choice([0.0, 0.01, 0.3]))
         self.clock.publish(self.version, self.step)
@@ -115,7 +115,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch, seed: int, limit: int | None, me
     monkeypatch.setattr(group_stream, "weight_clock", lambda: clock)
     monkeypatch.setattr(sglang_rollout, "GenerateState", lambda args: state)
     monkeypatch.setattr(sglang_rollout, "generate_and_rm_group", world.generate_group)
-    monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)  # an accident is told with its traceback
+    monkeypatch.setattr(fully_async_rollout.logger, "disabled", True)  # an accident is logged with its traceback
     return world
 
 
@@ -136,7 +136,7 @@ async def simulate(world: World, source: Source, rollouts: int, *, ahead: bool) 
             truth = world.made_at[sample.tokens[-1]]
             spans = [(t, span) for span in sample.weight_version_spans for t in range(span["start"], span["end"])]
             assert [t for t, _ in spans] == list(range(sample.response_length))
-            # A version that no one has told the clock about yet has no step.
+            # A version that has not been published to the clock yet has no step.
             assert all(span.get("step", truth[t]) == truth[t] for t, span in spans)
             world.lags.update(rollout_id - step for step in truth)
         more = rollout_id + 1 < rollouts

@@ -1,4 +1,4 @@
-"""What the default rollout trains on of the groups that come back to it."""
+"""What the default rollout trains on of the groups that are returned to it."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def made_anew(args: Any, sample: Sample, sampling_params: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_fan_out_made_anew_begins_again_from_its_whole_prompt(cluster, make_args, saved):
+def test_a_fan_out_made_again_begins_from_its_whole_prompt(cluster, make_args, saved):
     LABELS.clear()
     args = make_args(
         custom_generate_function_path=f"{__name__}.made_anew", partial_rollout=True, n_samples_per_prompt=1,
@@ -163,7 +163,7 @@ def test_a_fan_out_made_anew_begins_again_from_its_whole_prompt(cluster, make_ar
     assert again[5] == []
 
 
-def test_a_fan_out_that_comes_back_finished_is_trained_on_as_it_is(cluster, make_args):
+def test_a_fan_out_that_is_returned_finished_is_trained_on_as_it_is(cluster, make_args):
     LABELS.clear()
     args = make_args(
         custom_generate_function_path=f"{__name__}.made_anew", n_samples_per_prompt=1, rollout_batch_size=1,

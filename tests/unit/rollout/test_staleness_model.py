@@ -232,7 +232,7 @@ def run_world(seed: int, monkeypatch: pytest.MonkeyPatch, rollouts: int) -> Worl
 
 
 @pytest.mark.parametrize("seed", [*range(20), *range(100, 115)])
-def test_random_runs_keep_the_bound_lose_nothing_and_go_on(monkeypatch, seed):
+def test_random_runs_keep_the_bound_lose_nothing_and_continue(monkeypatch, seed):
     run_world(seed, monkeypatch, rollouts=12)
 
 

@@ -33,7 +33,7 @@ FLOATS = st.one_of(st.floats(), st.floats(width=32), st.just(-0.0), st.just(0.0)
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(FLOATS, max_size=80), st.booleans())
-def test_floats_come_back_bit_for_bit(values: list[float], constant: bool) -> None:
+def test_floats_round_trip_bit_for_bit(values: list[float], constant: bool) -> None:
     values = values[:1] * 40 if constant else values
     again = there_and_back(values)
     assert all(type(x) is float for x in again)
@@ -48,7 +48,7 @@ def test_floats_come_back_bit_for_bit(values: list[float], constant: bool) -> No
         lambda bits: st.lists(st.integers(-(2**bits), 2**bits - 1), max_size=60).map(lambda x: x * (1 + (bits < 9)))
     )
 )
-def test_ints_come_back(values: list[int]) -> None:
+def test_ints_round_trip(values: list[int]) -> None:
     again = there_and_back(values)
     assert again == values
     assert all(type(x) is int for x in again)
@@ -89,7 +89,7 @@ def test_arrays_keep_dtype_and_shape(array: np.ndarray) -> None:
     assert torch.equal(back.nan_to_num(9.0), tensor.nan_to_num(9.0))
 
 
-def test_bfloat16_comes_back() -> None:
+def test_bfloat16_round_trips() -> None:
     tensor = torch.tensor([[1.5, -0.0, 3e38]], dtype=torch.bfloat16)
     back = there_and_back(tensor)
     assert back.dtype == torch.bfloat16
@@ -136,7 +136,7 @@ def test_names_of_ours_in_data_of_users(tag: str) -> None:
 
 
 @pytest.mark.parametrize("value", [{1: "a", "1": "b"}, {None: 1, True: [2.5]}, {2.5: {3: 4}}, {"__items__": [[1, 2]]}])
-def test_keys_come_back_as_they_were(value: dict[Any, Any]) -> None:
+def test_keys_round_trip(value: dict[Any, Any]) -> None:
     assert there_and_back(value) == value
 
 
@@ -179,7 +179,7 @@ class Chat(Sample):
     messages: list[dict[str, str]] = field(default_factory=list)
 
 
-def test_samples_of_a_subclass_come_back_as_such_where_it_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
+def test_samples_of_a_subclass_are_restored_as_such_where_it_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     chat = Chat(index=3, messages=[{"role": "user"}], tokens=list(range(40)))
     chat.extra = 7  # type: ignore[attr-defined]
     group = [chat, [Sample(index=4)]]

@@ -1,4 +1,4 @@
-"""Cancellations that come from within: nobody here asked for them, so they are failures like any other."""
+"""Cancellations that come from within: no caller here asked for them, so they are failures like any other."""
 
 from __future__ import annotations
 

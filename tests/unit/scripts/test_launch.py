@@ -1,4 +1,4 @@
-"""``scripts/lib/launch.sh``: where a run goes, told by stand-ins for Python and Ray that record how they are called."""
+"""``scripts/lib/launch.sh``: where a run goes, from stand-ins for Python and Ray that record how they are called."""
 
 from __future__ import annotations
 

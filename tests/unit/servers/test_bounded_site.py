@@ -175,7 +175,7 @@ def test_how_many_connections_there_may_be(monkeypatch, files, expected):
 
 
 @pytest.mark.slow
-async def test_a_process_that_is_out_of_files_waits_and_comes_back(served, caplog):
+async def test_a_process_that_is_out_of_files_waits_and_recovers(served, caplog):
     """As where something else of the process takes the files; asyncio's own servers spin and log then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with caplog.at_level(logging.WARNING):

@@ -101,7 +101,7 @@ async def test_a_request_whose_answers_are_all_rejected_fails_with_the_reason(cl
     await client.post(f"{cluster.router.url}/generate", REQUEST)
 
 
-async def test_an_engine_at_a_port_that_begins_with_the_routers_is_told_apart(client, monkeypatch):
+async def test_an_engine_at_a_port_that_begins_with_the_routers_is_distinguished(client, monkeypatch):
     router, engine = "http://127.0.0.1:3000", "http://127.0.0.1:30001"
     meta = {"finish_reason": {"type": "stop"}, "completion_tokens": 1, "output_token_logprobs": [[None, 5, None]]}
 
@@ -175,7 +175,7 @@ async def test_attempts_run_out(cluster, client):
     assert len(cluster.engines[0].requests) == 3
 
 
-async def test_nobody_listens(client):
+async def test_nothing_listens(client):
     with pytest.raises(HttpRequestError, match=r"ClientConnectorError.*status None, 2 attempts"):
         await client.post("http://127.0.0.1:9/generate", REQUEST, max_retries=2)
     with pytest.raises(HttpRequestError, match="not a valid HTTP URL"):
@@ -338,7 +338,7 @@ async def test_connections_are_limited_and_reused(cluster):
 
 
 async def test_questions_and_aborts_do_not_wait_behind_answers(cluster):
-    """All connections hold requests that take for ever."""
+    """All connections hold requests that take forever."""
     small, engine = HttpClient(2), cluster.engines[0]
     engine.delay = 600.0
     posts = [asyncio.create_task(small.post(f"{engine.url}/generate", REQUEST)) for _ in range(3)]

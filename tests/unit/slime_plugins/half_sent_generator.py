@@ -1,4 +1,4 @@
-"""A generator that is for ever in the middle of sending a trajectory."""
+"""A generator that is forever in the middle of sending a trajectory."""
 
 from __future__ import annotations
 

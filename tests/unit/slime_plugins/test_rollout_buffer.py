@@ -1,4 +1,4 @@
-"""A round trip: the run starts the generator, which asks an engine and fills the buffer; samples come back."""
+"""A round trip: the run starts the generator, which asks an engine and fills the buffer; samples are returned."""
 
 from __future__ import annotations
 

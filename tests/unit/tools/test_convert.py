@@ -86,7 +86,7 @@ def test_int4_by_gptq_asks_for_what_it_needs(model: Path, tmp_path: Path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quantized_checkpoint_becomes_megatron_s_and_comes_back_in_bf16(model: Path, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_becomes_megatron_s_and_is_exported_in_bf16(model: Path, tmp_path: Path) -> None:
     int4, megatron, back = (str(tmp_path / name) for name in ("int4", "megatron", "back"))
     convert.main(["hf-to-int4", str(model), int4])
     convert.main(["to-bf16", int4, str(tmp_path / "bf16")])

@@ -142,7 +142,7 @@ def test_ranks_of_one_host_meet_at_a_private_file(monkeypatch: pytest.MonkeyPatc
     assert not host.startswith("/")
 
 
-def test_engines_of_this_host_are_told_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_of_this_host_get_a_private_file(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     told: list[dict[str, Any]] = []
 

@@ -29,7 +29,7 @@ async def nested() -> None:
         coro.close()
 
 
-def test_results_and_errors_come_back():
+def test_results_and_errors_are_returned():
     assert run(value(3)) == 3
     with pytest.raises(KeyError, match="inner"):
         run(fail())
@@ -120,7 +120,7 @@ def test_interrupt_before_the_task_starts_still_wins():
 
 
 def test_a_coroutine_can_be_interrupted_by_the_first_that_it_tells_of_itself():
-    for _ in range(20):  # who is told runs before ``run`` continues, or after
+    for _ in range(20):  # who is interrupted runs before ``run`` continues, or after
 
         async def tell() -> None:
             assert interrupt(KeyError("told")) == 1

@@ -141,7 +141,7 @@ def test_a_tracker_that_another_program_wrote(tmp_path: Path) -> None:
         checkpoint_tracker.read(tmp_path)
 
 
-def test_another_program_may_go_on_with_the_tracker(tmp_path: Path) -> None:
+def test_another_program_may_continue_the_tracker(tmp_path: Path) -> None:
     checkpoint_tracker.write(tmp_path, "9\n")
     time.sleep(0.02)  # more than a tick of the file system's clock
     (tmp_path / TRACKER).write_text("12")

@@ -263,7 +263,7 @@ def test_the_reasoning_that_the_generation_prompt_begins_is_trained_from_its_sec
 
 
 @pytest.mark.parametrize("begun", ["", "<think>\n"])
-def test_a_distilled_answer_goes_on_from_the_reasoning_that_its_prompt_begins(tokenizer, monkeypatch, begun):
+def test_a_distilled_answer_continues_the_reasoning_that_its_prompt_begins(tokenizer, monkeypatch, begun):
     monkeypatch.setattr(tokenizer, "chat_template", DISTILL_STYLE)
     generator = MultiTurnLossMaskGenerator(tokenizer, "distill_qwen")
     messages = [user("q"), assistant("<think>\nt</think>a"), user("q2"), assistant(f"{begun}t2\n</think>\n\nb")]

@@ -73,7 +73,7 @@ def random_struct(rng, depth):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_structs_come_back_as_they_were_written(seed, tmp_path):
+def test_random_structs_are_read_as_they_were_written(seed, tmp_path):
     rng = random.Random(seed)
     rows = [{"prompt": "p", "tools": [random_struct(rng, 2)], "metadata": random_struct(rng, 1)} for _ in range(30)]
     path = parquet(tmp_path / "x.parquet", rows, row_group_size=rng.choice([1, 7, 100]))

@@ -1,4 +1,4 @@
-"""The run's key goes to the run's servers with every HTTP client, and to nobody else."""
+"""The run's key goes to the run's servers with every HTTP client, and to no other server."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_proxy_does_not_get_the_key(client: str, servers: tuple[Server, Server
     assert proxy.seen == [None]
 
 
-def test_slimes_own_client_sends_it_to_engines_that_it_has_not_been_told_of(
+def test_slimes_own_client_sends_it_to_engines_that_are_not_registered(
     servers: tuple[Server, Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, other = servers

@@ -19,7 +19,7 @@ FINISH = {"stop": "completed", "length": "truncated", "abort": "aborted", "tool"
 
 @dataclass
 class Call:
-    """One append: tokens of an engine (with a nucleus and a log-prob each) or of a tool."""
+    """One append: tokens of an engine (with a top-p set and a log-prob each) or of a tool."""
 
     tokens: list[int]
     sampled: bool

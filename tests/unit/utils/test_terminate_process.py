@@ -1,4 +1,4 @@
-"""Child processes end when they are told to, and are killed when they do not."""
+"""Child processes end when they are asked to, and are killed when they do not."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ BUCKET = Bucket((("a", torch.zeros(3)),), is_last=True)
 
 
 class Client:
-    """An engine that joins, and answers what it is told to."""
+    """An engine that joins, and raises ``answer`` at a push."""
 
     url = "http://engine"
 

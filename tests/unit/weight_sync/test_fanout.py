@@ -59,7 +59,7 @@ def what_a_push_raises_of_an_engine_that_hangs_on(path: str) -> tuple[str, Weigh
         with pytest.raises(WeightSyncError) as caught:
             push()
         control.close()
-        clients[1].loads(timeout=10.0)  # the server itself goes on answering
+        clients[1].loads(timeout=10.0)  # the server itself continues to answer
         return hangs.url, caught.value
 
 

@@ -136,7 +136,7 @@ class Failing(Transport):
         raise WeightSyncError("engine b has gone")
 
 
-def test_after_a_push_that_failed_the_channels_are_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_push_that_failed_the_channels_are_built_again(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     engines = {url: Engine(url, log) for url in ("http://a", "http://b")}
     monkeypatch.setattr(updater_module, "EngineClient", lambda url, **_: engines[url])

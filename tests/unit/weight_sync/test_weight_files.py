@@ -54,7 +54,7 @@ def written(args: Namespace, version: int, weights: str = "weights") -> Path:
     return disk.publish(args, SimpleNamespace(model=weights, args=args), version, [EngineInfo("http://a")])  # type: ignore[arg-type]
 
 
-def test_a_version_is_complete_when_it_is_seen_and_the_hook_is_told(tmp_path: Path) -> None:
+def test_a_version_is_complete_when_it_is_seen_and_the_hook_is_called(tmp_path: Path) -> None:
     args = sync_args(tmp_path)
     written(args, 1)
     directory = written(args, 2, "new weights")
@@ -65,7 +65,7 @@ def test_a_version_is_complete_when_it_is_seen_and_the_hook_is_told(tmp_path: Pa
     assert not (directory / version_files.CHECKSUMS).exists()
 
 
-def test_kept_versions_stay_and_the_same_number_is_written_anew(tmp_path: Path) -> None:
+def test_kept_versions_stay_and_the_same_number_is_written_again(tmp_path: Path) -> None:
     args = sync_args(tmp_path, update_weight_disk_keep_files=True)
     written(args, 1, "of an earlier run")
     written(args, 2)
@@ -126,7 +126,7 @@ def load(args: Namespace, directory: Path, version: int, monkeypatch: pytest.Mon
     return Client.log
 
 
-def test_engines_pause_flush_load_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_pause_flush_load_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = sync_args(tmp_path)
     log = load(args, written(args, 7), 7, monkeypatch)
     assert log == ["health", "pause retract", "flush", "load shared/weight_v000007", "continue"]

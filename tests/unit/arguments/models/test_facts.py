@@ -125,7 +125,7 @@ def test_layers_may_be_dense_in_any_pattern():
         assert words[words.index("--moe-layer-freq") + 1] == layers
 
 
-def test_a_router_that_does_not_normalise_scores_before_choosing():
+def test_a_router_that_does_not_normalize_scores_before_choosing():
     config = models()["qwen3-30B-A3B"].config
     assert "--moe-router-pre-softmax" not in megatron_flags(config)
     assert "--moe-router-pre-softmax" in megatron_flags({**config, "norm_topk_prob": False})

@@ -79,7 +79,7 @@ def test_reinforce_plus_plus_by_hand() -> None:
     torch.testing.assert_close(data["returns"][1], torch.tensor([-0.05 + 0.5 * -2.05, -2.05]))
 
 
-def test_reinforce_plus_plus_goes_on_without_the_samples_that_train_nothing() -> None:
+def test_reinforce_plus_plus_skips_the_samples_that_train_nothing() -> None:
     """A failed reward masks its sample; the others have the returns that they have without it."""
     alone = with_kl()
     args = make_args(advantage_estimator="reinforce_plus_plus", kl_coef=0.5)

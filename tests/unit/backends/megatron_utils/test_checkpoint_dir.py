@@ -36,7 +36,7 @@ def test_killed_while_writing_leaves_the_earlier_checkpoint_current(tmp_path: Pa
     directory = cd.begin(tmp_path, 4)
     (directory / "common.pt").write_text("half")
     assert cd.find_checkpoint(tmp_path) == (tmp_path / "iter_0000003", 3)
-    write(tmp_path, 4)  # the next run saves the same iteration: the leftover is in nobody's way
+    write(tmp_path, 4)  # the next run saves the same iteration: the leftover is not in the way
     assert cd.find_checkpoint(tmp_path)[1] == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iter_0000003", "iter_0000004", NOTE, cd.TRACKER]
 

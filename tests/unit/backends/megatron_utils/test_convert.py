@@ -139,7 +139,7 @@ def save(tmp_path_factory: pytest.TempPathFactory, hf: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.parametrize(("readers", "writers"), [(1, 1), (2, 3)])
-def test_every_tensor_comes_back_in_files_of_the_size_asked_for(
+def test_every_tensor_is_exported_in_files_of_the_requested_size(
     tmp_path: Path, save: Path, origin: Path, hf: dict[str, torch.Tensor], readers: int, writers: int
 ) -> None:
     out = tmp_path / "out"

@@ -67,7 +67,7 @@ def test_packed(lengths: list[int], heads: int, groups: int, causal: bool) -> No
     _check(out, inputs, lengths, grad, causal)
 
 
-def test_neighbours_of_one_length_are_one_segment_without_a_copy() -> None:
+def test_neighbors_of_one_length_are_one_segment_without_a_copy() -> None:
     query, key, value, _ = _tensors(21, 4, 2)
     segments = packed_segments(query, key, value, [4, 4, 0, 4, 9])
     assert [tuple(s.q.shape) for s in segments] == [(2, 4, 4, 8), (1, 4, 4, 8), (1, 9, 4, 8)]
@@ -187,7 +187,7 @@ def test_flash_gets_lower_right_aligned_segments(
     torch.testing.assert_close(attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
 
 
-def test_fused_kernels_are_told_that_the_mask_is_causal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_causal_mask_type_is_passed_to_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask of queries x keys would rule out flash attention, and with grouped queries every fused kernel."""
     q, k, v, _ = _tensors(7, 4, 2)
     made: list[tuple[int, ...]] = []

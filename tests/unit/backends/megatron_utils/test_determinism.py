@@ -21,7 +21,7 @@ def on(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(accelerator, "device_type", lambda: device)
 
 
-def test_on_a_cpu_only_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_only_torch_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, "cpu")
     environment: dict[str, str] = {}
     enable_deterministic_mode(environment)

@@ -71,7 +71,7 @@ def test_a_projection_of_hidden_states_and_embeddings_changes_sides(tp_size: int
         ("qwen3_5", "transformer_layer.mlp.linear_fc2.weight", "mtp.layers.1.mlp.down_proj.weight"),
     ],
 )
-def test_names_of_layers_that_predict_further_tokens(model_type: str, part: str, name: str) -> None:
+def test_names_of_mtp_layers(model_type: str, part: str, name: str) -> None:
     rule, place = family_of(model_type).find(f"mtp.layers.1.{part}")
     assert rule.hf_names(place.layer) == [name]  # of relatives of DeepSeek-V3 the number is counted on afterwards
 

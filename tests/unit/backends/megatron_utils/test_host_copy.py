@@ -32,7 +32,7 @@ def test_nothing_has_no_pieces() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (1,), (7, 13), (1000,)])
-def test_every_byte_comes_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_every_byte_round_trips(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 100).to(dtype)
     copy, other = HostCopy(tensor), HostCopy(tensor)
     assert copy.nbytes == tensor.nbytes

@@ -396,7 +396,7 @@ def test_opsm_reports_the_share_of_trained_tokens_that_is_masked() -> None:
         assert _reduce_reports(args, [report], 2)["opsm_clipfrac"] == pytest.approx(share)
 
 
-def test_samples_that_are_not_finite_are_told_apart() -> None:
+def test_samples_that_are_not_finite_are_distinguished() -> None:
     args, (batch, logits) = make_args(), make_batch()
     batch["advantages"][1][2] = math.inf
     _, report = loss_function(args, batch, 1, logits)  # type: ignore[misc]

@@ -57,7 +57,7 @@ def test_one_warning_per_rollout_names_the_worst_sample(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize(("step", "known", "alarms"), [(0, False, True), (1, False, False), (1, True, True)])
-def test_what_earlier_steps_have_learnt_is_no_alarm(
+def test_what_earlier_steps_have_learned_is_no_alarm(
     step: int, known: bool, alarms: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``--use-rollout-logprobs``: no pass before the steps, so a step's log-probs are those of its own weights."""

@@ -50,7 +50,7 @@ def test_onload_restores_parameters_buffers_and_moments() -> None:
     assert all(bool((p.grad == 0).all()) for p in model.parameters())
 
 
-def test_training_goes_on_as_if_nothing_had_happened() -> None:
+def test_training_continues_as_if_nothing_had_happened() -> None:
     slept, slept_optimizer = trained()
     awake, awake_optimizer = trained()
     offloader = Offloader([slept], slept_optimizer)
@@ -65,7 +65,7 @@ def test_training_goes_on_as_if_nothing_had_happened() -> None:
         assert torch.equal(a, b)
 
 
-def test_weights_can_be_read_while_asleep() -> None:
+def test_weights_can_be_read_while_offloaded() -> None:
     model, optimizer = trained()
     weights = [p.detach().clone() for p in model.parameters()]
     offloader = Offloader([model], optimizer)

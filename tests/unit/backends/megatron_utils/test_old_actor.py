@@ -86,7 +86,7 @@ def test_the_synchronous_loop_generates_with_the_weights_just_synced() -> None:
 
 
 def test_the_same_weights_pushed_again_do_not_move_the_queue() -> None:
-    """As when all engines were lost in the middle of a rollout and come back."""
+    """As when all engines were lost in the middle of a rollout and are restarted."""
     run = Run(1, overlapped=True)
     run.sync()
     run.train()

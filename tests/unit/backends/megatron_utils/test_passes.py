@@ -27,7 +27,7 @@ def test_log_probs_that_came_with_the_samples_are_not_the_old_policy(caplog: pyt
     caplog.clear()
     drop_precomputed_logprobs(data)
     assert not caplog.records
-    drop_precomputed_logprobs(data, teacher=True)  # which computes the column anew
+    drop_precomputed_logprobs(data, teacher=True)  # which computes the column again
     assert "teacher_log_probs" not in data
     assert "left out of the train data: teacher_log_probs" in caplog.text
 

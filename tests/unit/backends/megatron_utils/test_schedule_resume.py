@@ -47,7 +47,7 @@ def saved() -> Any:
     return scheduler
 
 
-def test_a_longer_run_goes_on_along_its_own_schedule(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_longer_run_continues_along_its_own_schedule(saved: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert resumed(saved, 10) == pytest.approx(LR * (1 - 4 / 10))
     assert not warnings(caplog)
     assert resumed(saved, 20) == pytest.approx(LR * (1 - 4 / 20))

@@ -173,7 +173,7 @@ def test_a_few_sequences_are_decoded_by_sglang(attention) -> None:
 
 
 def test_keys_and_values_that_come_from_another_engine_are_read_again(attention) -> None:
-    """A request that was sent away and comes back has its slot, its id and its places, and keys of other weights."""
+    """A request that was sent away and returns has its slot, its id and its places, and keys of other weights."""
     backend, lengths = make_backend(attention), [5] * 5
     run(backend, "decode", make_batch("decode", lengths), make_layer())
     pool = backend.token_to_kv_pool

@@ -1,4 +1,4 @@
-"""Engines answer nobody without a key but their health checks, and weights are behind a second key."""
+"""Engines answer only their health checks without a key, and weights are behind a second key."""
 
 from __future__ import annotations
 

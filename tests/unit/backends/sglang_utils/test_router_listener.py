@@ -1,4 +1,4 @@
-"""The port that routers open for their counters is closed where nobody has asked for it."""
+"""The port that routers open for their counters is closed where it was not asked for."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_overrides_win_and_unknown_ones_are_left_out(caplog: pytest.LogCaptureFi
 
 
 def test_memory_of_groups_that_take_turns_with_the_trainer() -> None:
-    """A frozen model's weights have to be kept somewhere: nobody sends them again."""
+    """A frozen model's weights have to be kept somewhere: they are not sent again."""
     args = engine_args(offload_rollout=True)
     for fields, saver, backup in (
         ({}, True, False),

@@ -27,7 +27,7 @@ def module(tmp_path, monkeypatch):
     return make
 
 
-def test_every_mistake_is_told_at_once(found):
+def test_every_mistake_is_reported_at_once(found):
     said = found(
         "--custom-rm-path", f"{HERE}.god", "--rollout-sample-filter-path", f"{HERE}.one_argument",
         "--loss-type", "custom_loss", "--custom-loss-function-path", f"{HERE}.los",

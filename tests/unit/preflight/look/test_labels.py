@@ -1,4 +1,4 @@
-"""Labels of every kind that files hold: used, or told before the run, never reward 0 for all of it."""
+"""Labels of every kind that files hold: used, or reported before the run, never reward 0 for all of it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_checkpoint_without_weights_is_refused(found, flags, tmp_path, other, 
     assert error.startswith(f"--hf-checkpoint {copy}: expected weights in *.safetensors files; {seen}")
 
 
-def test_weights_that_nobody_reads_may_be_absent(found, flags, tmp_path):
+def test_weights_that_are_not_used_may_be_absent(found, flags, tmp_path):
     """Engines that make weights up, or read another format; a Megatron checkpoint for the trainer."""
     copy = copied(flags, tmp_path / "model")
     (copy / "model.safetensors").unlink()

@@ -71,7 +71,7 @@ def test_the_bound_on_staleness_of_loops_that_wait_for_rollouts() -> None:
             refuse_impossible_loop(dry(*shlex.split(flags)), overlap=True)
 
 
-def test_a_refreshed_reference_must_be_in_a_checkpoint_that_trainers_come_back_from() -> None:
+def test_a_refreshed_reference_must_be_in_a_checkpoint_that_trainers_restart_from() -> None:
     flags = "--release-train --save c --update-weight-transport disk --update-weight-disk-dir d --use-kl-loss"
     flags += " --ref-update-interval 2 --save-interval"
     refuse_impossible_loop(dry(*shlex.split(f"{flags} 10")), overlap=False)

@@ -184,7 +184,7 @@ def test_dynamic_batches_fill_the_pipeline() -> None:
     assert [_in_flight(args, Parallel(pp=3), stage) for stage in range(3)] == [[3], [2], [1]]
 
 
-def test_the_last_stage_borrows_the_embedding_to_predict_further_tokens() -> None:
+def test_the_last_stage_borrows_the_embedding_for_mtp_layers() -> None:
     flags = {"mtp_num_layers": 1, "pipeline_model_parallel_size": 2, "untie_embeddings_and_output_weights": True}
     trained, kept = bare_args(**flags, enable_mtp_training=True), bare_args(**flags)
     stages = [trainer_memory(args, model_size(args)) for args in (trained, kept)]
@@ -206,7 +206,7 @@ def test_copies_in_host_memory() -> None:
     assert 2 * alone.parameters > vocabulary
     assert (
         alone.sending == 3 * alone.parameters + alone.context
-    )  # the fp32 weights come back first, of two times the size
+    )  # the fp32 weights are onloaded first, of two times the size
     shared = of_trainer(bare_args(actor_num_gpus_per_node=2, use_distributed_optimizer=True, **small))
     assert shared.masters == pytest.approx(2 * total, rel=0.01)
     assert of_trainer(bare_args(actor_num_gpus_per_node=1, fp32=True, **small)).masters == 0

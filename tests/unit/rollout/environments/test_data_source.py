@@ -94,7 +94,7 @@ def level(source: EnvironmentDataSource) -> int:
         ([(1, 1), (0, 0), (1, 1), (1, 1)], [1, 1, 1, 2]),  # the last four
         ([(0, 0), (1, 0)], [1, 0]),  # 1 of 4 is lower_at
         ([(0, 0)] * 4, [1, 0, 0, 0]),  # no lower than the first
-        ([(1, 1)] * 6, [1, 2, 2, 2, 2, 2]),  # no higher than the last; the window begins anew
+        ([(1, 1)] * 6, [1, 2, 2, 2, 2, 2]),  # no higher than the last; the window begins again
     ],
 )
 def test_the_difficulty_follows_success(make, groups, levels):
@@ -108,7 +108,7 @@ def test_episodes_of_another_level_and_those_seen_before_do_not_count(make):
     source = make([entry("a", difficulty=LEVELS)])
     (late,) = source.get_samples(1)
     group = finished(source, True, True)
-    source.record_completed(group)  # it came back from the buffer
+    source.record_completed(group)  # it was returned from the buffer
     assert level(source) == 1
     finished(source, True, True)
     assert level(source) == 2
@@ -119,7 +119,7 @@ def test_episodes_of_another_level_and_those_seen_before_do_not_count(make):
     assert source.metadata["environments"]["a"] == {"drawn": 3, "level": 2, "recent": []}
 
 
-def test_a_resumed_run_goes_on_where_it_was(make, tmp_path: Path):
+def test_a_resumed_run_continues_where_it_was(make, tmp_path: Path):
     entries = [entry("a", difficulty=LEVELS), entry("b")]
     flags = {"save": str(tmp_path), "load": str(tmp_path), "rollout_batch_size": 2}
     one = make(entries, **flags)

@@ -245,7 +245,7 @@ async def test_an_episode_that_is_cancelled_is_closed_and_leaves_its_sample_alon
 
 
 def test_an_episode_of_a_rollout_that_ends_is_given_back(play, cluster, monkeypatch):
-    """The engine was told to stop: there is no more of this episode, and it is no failure."""
+    """The engine was asked to stop: there is no more of this episode, and it is no failure."""
 
     async def aborts(args, sample, sampling_params, evaluation=False):
         sample.append_response_tokens(args, tokens=[65], log_probs=[-1.0], text="A")

@@ -104,7 +104,7 @@ def test_blocks_arrive_in_two_processes_from_two_agents(backend: str, targets: l
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_is_lost_is_named_and_another_agent_goes_on(
+def test_a_process_that_is_lost_is_named_and_another_agent_continues(
     backend: str, targets: list[Target], signum: signal.Signals
 ) -> None:
     first, lost = targets

@@ -83,7 +83,7 @@ def test_a_checkpoint_is_what_its_quantizer_makes_of_the_weights(moe: Path, tmp_
 
 
 @pytest.mark.parametrize("family", ["glm4", "deepseek_v3", "qwen3_5_moe-whole", "qwen3_next", "minimax_m2"])
-def test_other_families_come_back(tmp_path: Path, family: str) -> None:
+def test_other_families_round_trip(tmp_path: Path, family: str) -> None:
     source = Path(make_checkpoint(tmp_path, family))
     quantize_checkpoint(source, tmp_path / "made", Fp8((16, 16), "block"))
     to_bf16(tmp_path / "made", tmp_path / "again")
@@ -119,7 +119,7 @@ def test_what_was_killed_continues(moe: Path, tmp_path: Path, monkeypatch: pytes
     assert sorted(written) == [hf_writer.shard_name(number, 3) for number in (1, 2, 3)]
     assert {p.name: p.read_bytes() for p in out.iterdir()} == {p.name: p.read_bytes() for p in whole.iterdir()}
 
-    del written[2:]  # other work under the same name begins anew
+    del written[2:]  # other work under the same name begins again
     monkeypatch.setattr(hf_writer, "write_tensors", killed_at_the_third)
     with pytest.raises(KeyboardInterrupt):
         quantize_checkpoint(moe, tmp_path / "third", form)

@@ -127,7 +127,7 @@ def test_int4_is_what_compressed_tensors_unpacks(symmetric: bool) -> None:
 
 
 @pytest.mark.parametrize("form", [Fp8((8, 6), "block"), Fp8(per="channel"), Fp8(), Int4(8), Int4(8, False)])
-def test_numbers_come_back_and_meta_tensors_give_the_shapes(form: Fp8 | Int4) -> None:
+def test_numbers_round_trip_and_meta_tensors_give_the_shapes(form: Fp8 | Int4) -> None:
     given = weight(16, 24, torch.float32)
     made = form.quantize(given)
     again = form.dequantize(made)

@@ -40,7 +40,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
 
 
 def rounding_up(weights: Chosen, target: Path, form: Int4, calibration: Calibration) -> None:
-    """Do as ``calibrate`` does, with numbers that are told from others, and sizes as compressed-tensors writes them.
+    """Do as ``calibrate`` does, with recognizable numbers, and sizes as compressed-tensors writes them.
 
     Half of the experts are not built, and one weight is that was not asked for.
     """
@@ -77,7 +77,7 @@ def test_it_is_written_from_what_was_calibrated(
 def test_what_was_killed_continues(
     moe: Path, texts: Calibration, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In calibration it begins again, in writing it goes on; with other texts it calibrates again."""
+    """In calibration it begins again, in writing it continues; with other texts it calibrates again."""
     calibrations, kills = [], ["in calibration", "in writing"]
     write = hf_writer.write_tensors
 
