@@ -198,7 +198,7 @@ class Code:
         )
 
     def any_parameters(self) -> tuple[int, int]:
-        """How many parameters are annotated as plain ``Any``, and how many there are, ``self`` and ``cls`` left out."""
+        """Return how many parameters are plain ``Any``, and how many there are, ``self`` and ``cls`` left out."""
         annotations = [
             a.annotation
             for module in self.modules.values()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -38,6 +36,14 @@ from slime.backends.megatron_utils.checkpoints.formats import (
 from slime.backends.megatron_utils.checkpoints.lora_tensors import base_part, check_described, trained_part
 from slime.backends.megatron_utils.checkpoints.names import rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.checkpoints.pickles import reading_plain_values
+from slime.backends.megatron_utils.checkpoints.random_states import (
+    copy_number,
+    layout,
+    own_rng_state,
+    restore_rng,
+    rng_state,
+    saved_layout,
+)
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
     check_optimizers,
@@ -50,8 +56,6 @@ from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
     data_parallel,
     gather_from_world,
-    pipeline_parallel,
-    tensor_parallel,
 )
 from slime.utils import digests
 from slime.utils.distributed_utils import control_group
@@ -179,7 +183,7 @@ def load_checkpoint(
         )
     if with_optimizer:
         check_optimizers(common["optimizer"], state.optimizer, directory)
-    with_rng = not finetune and not args.no_load_rng and _saved_layout(common) == _layout()
+    with_rng = not finetune and not args.no_load_rng and saved_layout(common) == layout()
     if form == TORCH_DIST:
         loaded = _load_sharded(
             state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng, without=without
@@ -194,26 +198,31 @@ def load_checkpoint(
         whole = form == TORCH_DIST and without is None and state.adapters is None and not state.base_only
         chunk.load_state_dict(loaded[name], strict=whole)
     if with_optimizer:
-        rates = [dict(group) for group in _groups(state.optimizer)]
-        if form == TORCH_DIST:
-            state.optimizer.load_state_dict(for_chain(loaded["optimizer"], state.optimizer))
-        else:
-            with _naming_damage(directory):
-                load_optimizer(directory, form, common, state.optimizer)
-        choose_adam_kernel(state.optimizer)
-        if not args.use_checkpoint_opt_param_scheduler:
-            _restore_limits(state.optimizer, rates)
+        _restore_optimizer(args, state.optimizer, form, loaded, directory)
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
     if goes_on:
         _load_scheduler(args, state.scheduler, loaded, directory)
     if with_rng:
-        _restore_rng(loaded["rng_state"] if form == TORCH_DIST else loaded["rng_state"][_copy()])
+        restore_rng(loaded["rng_state"] if form == TORCH_DIST else loaded["rng_state"][copy_number()])
     elif not finetune and not args.no_load_rng:
-        why = "it has none (--no-save-rng)" if _saved_layout(common) is None else "saved under another parallel layout"
+        why = "it has none (--no-save-rng)" if saved_layout(common) is None else "saved under another parallel layout"
         logger.info("random states of %s are not restored: %s", directory, why)
     logger.info("loaded %s (optimizer: %s, random states: %s)", directory, with_optimizer, with_rng)
     return None if finetune else iteration
+
+
+def _restore_optimizer(args: Args, optimizer: Any, form: str, loaded: dict[str, Any], directory: Path) -> None:
+    """Fill ``optimizer`` from what was loaded; in formats other than torch_dist each rank reads its own file here."""
+    rates = [dict(group) for group in _groups(optimizer)]
+    if form == TORCH_DIST:
+        optimizer.load_state_dict(for_chain(loaded["optimizer"], optimizer))
+    else:
+        with _naming_damage(directory):
+            load_optimizer(directory, form, loaded, optimizer)
+    choose_adam_kernel(optimizer)
+    if not args.use_checkpoint_opt_param_scheduler:
+        _restore_limits(optimizer, rates)
 
 
 def _load_sharded(
@@ -312,7 +321,7 @@ class CheckpointSaver:
         common: dict[str, Any] = {
             "checkpoint_version": 3.0,
             "iteration": iteration,
-            "slime_layout": _layout() if with_rng else None,
+            "slime_layout": layout() if with_rng else None,
             HAS_DIGESTS: True,
         }
         if state.adapters is not None:
@@ -332,7 +341,7 @@ class CheckpointSaver:
             finalize = request.finalize_fns
         else:
             if with_rng:
-                common["rng_state"] = all_gather_objects(_own_rng_state())
+                common["rng_state"] = all_gather_objects(own_rng_state())
             optimizer = state.optimizer if with_optimizer else None
             write = writer_for(form, directory, _named_chunks(state.model), optimizer, common, _collective_device())
         if state.adapters is not None:
@@ -474,7 +483,7 @@ def _sharded_state(
         if not is_loading:
             complete_steps(sharded["optimizer"], _collective_device())
     if with_rng:
-        sharded["rng_state"] = _rng_state()
+        sharded["rng_state"] = rng_state()
     return sharded
 
 
@@ -531,55 +540,6 @@ def _load_scheduler(args: Args, scheduler: Any | None, loaded: dict[str, Any], d
             "--use-checkpoint-opt_param-scheduler keeps the checkpoint's, "
             "--override-opt_param-scheduler takes this run's"
         ) from None
-
-
-def _layout() -> list[int]:
-    """Ranks by dimension; random states are stored per (pp, tp, dp) position and fit only the same layout."""
-    return [pipeline_parallel().size, tensor_parallel().size, data_parallel(with_context_parallel=True).size]
-
-
-def _saved_layout(common: dict[str, Any]) -> list[int] | None:
-    return common.get("slime_layout")
-
-
-def _copy() -> int:
-    """This rank's number among those that hold the same part of the model."""
-    return data_parallel(with_context_parallel=True).rank
-
-
-def _rng_state() -> Any:
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
-    pp, tp, dp = pipeline_parallel(), tensor_parallel(), data_parallel(with_context_parallel=True)
-    return ShardedObject(
-        "slime_rng_state",
-        _own_rng_state(),
-        (pp.size, tp.size, dp.size),
-        (pp.rank, tp.rank, dp.rank),
-        replica_id=0,
-    )
-
-
-def _own_rng_state() -> dict[str, Any]:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    return {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _restore_rng(states: dict[str, Any]) -> None:
-    from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
-    random.setstate(states["random_rng_state"])
-    np.random.set_state(states["np_rng_state"])
-    torch.set_rng_state(states["torch_rng_state"])
-    torch.cuda.set_rng_state(states["cuda_rng_state"])
-    get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
 
 
 def _check_space(state: TrainerState, root: Path) -> None:
