@@ -153,7 +153,9 @@ def run(changes: dict[str, Any]) -> None:
         "data_source_path": "slime.rollout.data_source.RolloutDataSourceWithBuffer", "debug_rollout_only": False,
         "debug_train_only": True, "dump_details": None, "eval_interval": None,
         "grpo_std_normalization": False, "load_debug_rollout_data": None, "log_reward_category": None,
-        "micro_batch_size": 1, "offload_rollout": False, "offload_train": False, "release_train": False,
+        "micro_batch_size": 1, "offload_rollout": False, "offload_train": False,
+        "ref_load": None,  # part of what must be unchanged for a journal to be used; else a new directory per process
+        "release_train": False,
         "rewards_normalization": True, "use_critic": False,
         "rollout_function_path": "slime.rollout.sglang_rollout.generate_rollout", "rollout_num_gpus": 1,
         "eval_function_path": "slime.rollout.sglang_rollout.generate_rollout", "save_debug_rollout_data": None,
@@ -176,6 +178,7 @@ def run(changes: dict[str, Any]) -> None:
     trainer = CountingTrainer(args)
     args.start_rollout_id = trainer.last + 1
     manager.load(trainer.last)
+    append(test_folder, "resumed", {"groups": len(manager.data_source._recovery.groups)})
     Loop(args, Rollout(manager), trainer, manager.get_num_rollout_per_epoch(), overlap=overlap).run()  # type: ignore[arg-type]
 
 

@@ -27,6 +27,8 @@ from tests.support.standin import StandInCluster
 PROMPTS, BATCH, COPIES, SEED = 10, 4, 2, 42
 FIRST_TOKEN = 1000
 LAST_STEPS = 6
+POINT_PATIENCE_S = 10.0
+"""Within this time after the first request a run reaches the point where it ends itself."""
 FULLY_ASYNC = {
     "overlap": True,
     "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -127,7 +129,7 @@ def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: An
             starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             _run_to_the_end(cluster, flags | more | {"num_rollout": steps}, folder / f"log{number}.txt", number)
     check(folder, starts, steps, mode, flags["global_batch_size"])
-    found.resumed = sum(_resumed_groups(path) for path in folder.glob("log*.txt"))
+    found.resumed = sum(start["groups"] for start in lines(folder / "resumed.jsonl"))
     found.continued = sum(len({span[0] for span in s["spans"]}) > 1 for s in lines(folder / "samples.jsonl"))
     return found
 
@@ -147,7 +149,7 @@ def _kill_once(
     """Start the run and kill it; return when. A point that it does not come to is a random moment after all."""
     run = _start(cluster, flags | {"kill_at": kill}, log, number)
     try:
-        patience_s = 1.5 if kill is not None else rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0)))
+        patience_s = rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0))) if kill is None else POINT_PATIENCE_S
         if patience_s < 0:  # while it starts, or just after that
             what, end = "while it starts", time.monotonic() - patience_s
         else:
@@ -265,8 +267,3 @@ def _check_samples(samples: list[Any], trained: set[int]) -> None:
         assert covered == list(range(len(answer))), sample
         versions = [int(version) for version, _, _ in sample["spans"]]
         assert versions == sorted(versions)
-
-
-def _resumed_groups(log: Path) -> int:
-    found = [line for line in log.read_text().splitlines() if "groups generated before the restart come back" in line]
-    return sum(int(line.split(" groups generated")[0].rpartition(" ")[2].rpartition(":")[2]) for line in found)
