@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rollout(Protocol):
-    """What the loop needs of the rollout side (``slime.ray.driver.rollout_handle.RolloutHandle``)."""
+    """The part of the rollout side that the loop uses (``slime.ray.driver.rollout_handle.RolloutHandle``)."""
 
     def start_generate(self, rollout_id: int) -> Any: ...
     def wait_generate(self, started: Any, rollout_id: int) -> Any: ...
@@ -57,7 +57,7 @@ class Rollout(Protocol):
 
 
 class Trainer(Protocol):
-    """What the loop needs of the trainers (``slime.ray.driver.train_group.RayTrainGroup``)."""
+    """The part of the trainers that the loop uses (``slime.ray.driver.train_group.RayTrainGroup``)."""
 
     @property
     def canary(self) -> Sequence[float] | None: ...
@@ -136,7 +136,7 @@ class Loop:
     def _run_one_step_off_policy(self, rollout_ids: range) -> None:
         """While rollout N is trained on, rollout N + 1 is generated with the weights of before.
 
-        A rollout function that always generates is not waited for: its requests live through weight syncs.
+        A rollout function that always generates is not waited for: its requests continue through weight syncs.
         """
         started = self.rollout.start_generate(rollout_ids[0]) if rollout_ids else None
         for rollout_id in rollout_ids:
@@ -253,7 +253,7 @@ class Loop:
             self.sync_weights(self.args.start_rollout_id if self._trained_step is None else self._trained_step)
 
     def give_devices_to_trainer(self) -> None:
-        """Where engines and trainer take turns: engines off, trainer on."""
+        """Offload the engines and onload the trainer, where they take turns."""
         assert self.trainer is not None
         if self.args.offload_rollout and not self.args.debug_train_only:
             with timer("offload_rollout"):
@@ -262,7 +262,7 @@ class Loop:
             self._onload_trainer()
 
     def give_devices_to_engines(self) -> None:
-        """Where they take turns: trainer off, and the engines' memory for weights on."""
+        """Offload the trainer and onload the engines' memory for weights, where they take turns."""
         assert self.trainer is not None
         if self.args.offload_train:
             self._offload_trainer()
@@ -319,7 +319,7 @@ def train(args: Args, *, overlap: bool = False) -> None:
     if args.serve_only:
         serve(args)
     refuse_impossible_loop(args, overlap=overlap)
-    # What would end the run later is said before anything starts.
+    # Errors that would end the run later are raised before anything starts.
     logger.info("looking at prompts and hooks (--skip-first-look: not)")
     found = look(args)
     for sentence in [*found.warnings, *found.unchecked, warning_of_this_machine(args)]:
@@ -362,7 +362,7 @@ def train(args: Args, *, overlap: bool = False) -> None:
 
 
 def _open(args: Args) -> None:
-    """Make the run directory, and say what the run is, and what space it has."""
+    """Make the run directory; log what the run is and what space it has."""
     refuse_checkpoints_since(args)
     run_dir.prepare(args)
     space.look(args)
@@ -374,7 +374,7 @@ def _open(args: Args) -> None:
 
 
 def _end(rollout: RolloutHandle | None, *, gently: bool) -> None:
-    """End every process of the run, whatever state it is in. A second Ctrl-C skips the grace period."""
+    """End every process of the run, in any state of it. A second Ctrl-C skips the grace period."""
     try:
         try:
             if rollout is not None and gently:

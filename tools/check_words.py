@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = ("slime", "slime_plugins", "tools", "benchmarks", "examples", "scripts", "tests")
-CLEAN = ("tools", "benchmarks", "scripts", "tests")
+CLEAN = ("slime", "slime_plugins", "tools", "benchmarks", "scripts", "tests")
 """Files and folders that ``make docs`` checks."""
 WORDS = {
     r"nucle(us|i)": "top-p set, top-p token mask",

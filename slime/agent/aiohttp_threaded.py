@@ -1,4 +1,4 @@
-"""An aiohttp application on a thread of its own, beside code that has another event loop or none."""
+"""An aiohttp application on a separate thread, beside code that has another event loop or none."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from slime.agent.shell_sandbox import ShellSandbox
 logger = logging.getLogger(__name__)
 
 OWNER_LABEL = "slime.sandbox.owner"
-"""Whose container it is: host, process id and start time of the slime that made it."""
+"""The owner of a container: host, process id and start time of the slime that made it."""
 CONTROL_TIMEOUT_S = 600.0
 """For starting a container, the pull of its image included, and for removing it."""
 _DIRECTORIES = "mkdir -p /workspace /home/agent && chmod 1777 /workspace /tmp"
@@ -29,7 +29,7 @@ class DockerSandbox(ShellSandbox):
     """A container from ``image``, which needs bash and util-linux, by the command ``docker``, which needs a daemon.
 
     The container has the memory, processes and cores of ``limits``, the ``network`` of that name ("none" for no
-    network, "host" for this machine's) and ends by itself after ``lifetime`` s. ``arguments`` are more words for
+    network, "host" for this machine's) and ends after ``lifetime`` s. ``arguments`` are more words for
     ``docker run``. Containers of a slime that was killed are removed when the next one on this host makes its first.
     """
 
@@ -87,7 +87,7 @@ class DockerSandbox(ShellSandbox):
         pid_file = f"/tmp/.slime-{uuid.uuid4().hex[:12]}.pid"
         limits = f"ulimit -c 0; ulimit -t {self.limits.cpu_s}; ulimit -f {self.limits.file_bytes >> 10}"
         where = "if [ -d /workspace ]; then cd /workspace; fi"
-        # the shell leads a session of its own in the container: its id is that of all it starts, and stays for a kill
+        # the shell leads a new session in the container: its id is that of all it starts, and stays for a kill
         run = f'echo $$ > {pid_file}; {limits}; {where}; bash -c "$0"; code=$?; rm -f {pid_file}; exit $code'
         variables = [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         attach = ["--interactive"] if stdin else []
@@ -136,7 +136,7 @@ _SWEPT: list[int] = []
 
 
 def _swept() -> bool:
-    """Whether this was called before in this process."""
+    """Return True if this was called before in this process."""
     if os.getpid() in _SWEPT:
         return True
     _SWEPT.append(os.getpid())

@@ -134,7 +134,7 @@ class E2BSandbox:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a call that failed like this may succeed when it is repeated: lost connections, busy services."""
+    """Return True if a call that failed like this may succeed when it is repeated: lost connections, busy services."""
     if isinstance(error, ConnectionError) or _names(error) & _TRANSIENT_NAMES:
         return True
     return any(cls.__module__.partition(".")[0] in _TRANSPORTS for cls in type(error).__mro__)

@@ -47,7 +47,7 @@ class LocalSandbox(ShellSandbox):
     replacing their names in commands, variables and written scripts (text that begins with ``#!``), so that a program
     which makes up such a path misses them; by default mounts where they are allowed and hide no directory of ``path``
     (a ValueError where mounts are asked for and do). uid: the user of commands where
-    slime runs as root, by default one that nobody else has; 0 leaves them root, whom no limit of processes binds, say
+    slime runs as root, by default one that no one else has; 0 leaves them root, whom no limit of processes binds, say
     for a Python below ``/root``.
     """
 
@@ -265,7 +265,7 @@ One ``mkdir``, ``cp`` and ``mount`` for all entries of the root: one of each per
 
 
 def _tool(name: str) -> str:
-    """The path of a program of this machine, whatever ``PATH`` the sandbox has."""
+    """The path of a program of this machine, regardless of the sandbox's ``PATH``."""
     return shutil.which(name, path=SYSTEM_PATH) or name
 
 
@@ -327,7 +327,7 @@ def _mounts_of(pid: int) -> str:
 
 
 def _tasks_of(uid: int) -> int:
-    """How many threads the processes of a user have, which is what its limit of processes counts."""
+    """Return how many threads the processes of a user have, which is what its limit of processes counts."""
     return sum(
         len(os.listdir(f"/proc/{pid}/task")) for pid in pids_where(lambda p: os.stat(f"/proc/{p}").st_uid == uid)
     )

@@ -37,11 +37,11 @@ class Rendering:
         return cls(fixed, _digest(array("i", ids[:fixed])), ids[fixed - 1], array("i", ids[fixed:]))
 
     def begins(self, ids: array[int]) -> bool:
-        """Whether the template has written a longer conversation with the same beginning."""
+        """Return True if the template has written a longer conversation with the same beginning."""
         return len(ids) > self.fixed and _digest(ids[: self.fixed]) == self.digest
 
     def answer_start(self, ids: Sequence[int]) -> int:
-        """Where an answer begins in ``ids``; its first characters may have made other tokens of the last ones here."""
+        """Return where an answer begins in ``ids``; its first characters may have changed the last tokens here."""
         after = zip(self.opening, ids[self.fixed : self.fixed + len(self.opening)], strict=False)
         return self.fixed + next((i for i, (a, b) in enumerate(after) if a != b), len(self.opening))
 

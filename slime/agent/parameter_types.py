@@ -1,4 +1,4 @@
-"""The values of tool parameters that a model wrote without quotes, typed as the tool's JSON schema says."""
+"""The values of tool parameters that a model wrote without quotes, typed by the tool's JSON schema."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _members(schema: Any, root: Any, depth: int) -> Iterator[Any]:
 
 
 def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str]:
-    """The types that a value may have: all of them where nothing is said."""
+    """The types that a value may have: all of them where none are given."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or not depth:
         return _ALL

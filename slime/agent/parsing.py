@@ -1,6 +1,6 @@
 """Parses what a model wrote: reasoning, text for the user, and tool uses.
 
-Models have formats of their own; SGLang's parsers know them by name. One format is parsed here without SGLang.
+Models have their own formats; SGLang's parsers know them by name. One format is parsed here without SGLang.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parame
 
 @dataclass(frozen=True)
 class ParsedModelOutput:
-    """``tool_uses`` are ``{"name", "input"}``; ``ill_formed`` says that a tool use could not be read as meant."""
+    """``tool_uses`` are ``{"name", "input"}``; ``ill_formed``: a tool use could not be read as meant."""
 
     reasoning: str = ""
     text: str = ""
@@ -149,7 +149,7 @@ def _read_xml(body: str, tools_schema: ToolSchemas) -> tuple[str, list[dict[str,
 
 
 def _is_whole(inner: str) -> bool:
-    """Whether a call is parameters and white space."""
+    """Return True if a call is parameters and white space."""
     return not _PARAMETER.sub("", inner).strip() and inner.count("<parameter=") <= inner.count("</parameter>")
 
 

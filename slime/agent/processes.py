@@ -1,4 +1,4 @@
-"""Processes that sandboxes start: bounded time and output, and an end for whatever they leave behind."""
+"""Processes that sandboxes start: bounded time and output, and an end for all that they leave behind."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import IO
 
 DRAIN_S = 0.5
-"""How long output is still read after a command has ended: a process in its background may hold the pipe open."""
+"""Time that output is still read after a command has ended: a process in its background may hold the pipe open."""
 END_S = 20.0
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the commands of a sandbox may use.
+    """The limits of the commands of a sandbox.
 
     output_bytes is what is kept of a command's output, and of its errors; file_bytes is per file. In a local sandbox
     cpu_s and memory_bytes (address space) are per process, and processes are of the whole sandbox where slime runs as
@@ -38,7 +38,7 @@ class Limits:
 
 
 class _Output:
-    """The first ``limit`` bytes of a pipe; the rest is read, so that the writer goes on, and counted."""
+    """The first ``limit`` bytes of a pipe; the rest is read, so that the writer is not blocked, and counted."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.kept, self.left_out = limit, bytearray(), 0
@@ -70,7 +70,7 @@ async def run_captured(
     stdin: bytes = b"",
     uid: int | None = None,
 ) -> tuple[int, str, str]:
-    """Run ``argv`` in a session of its own; return (exit code, output, errors), both cut at ``output_bytes``.
+    """Run ``argv`` in a new session; return (exit code, output, errors), both cut at ``output_bytes``.
 
     ``uid`` is the user and group to become, for a caller that is root. Raises TimeoutError after ``timeout`` s; then,
     and when it is cancelled, the processes of the session are killed. Not ``asyncio.subprocess``, which waits for all
@@ -105,7 +105,7 @@ async def run_captured(
 
 
 async def _ended(pid: int) -> None:
-    """Return when the child ``pid``, which nobody has waited for, has ended."""
+    """Return when the child ``pid``, which no one has waited for, has ended."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     handle = os.pidfd_open(pid)
     try:

@@ -1,4 +1,4 @@
-"""Whether a message that an agent sends back is an answer that it was given.
+"""Comparison of a message that an agent sends back with an answer that it was given.
 
 Few clients send an answer back as they got it. They leave out the reasoning, or the text beside calls, trim white
 space, split the content into parts, write the JSON of arguments otherwise, add nulls to it, rename calls, and send
@@ -28,7 +28,7 @@ class ToolCall(dict[str, Any]):
 
 
 def is_form_of(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """Whether the assistant message ``theirs`` is ``own``, or a lossy form of it."""
+    """Return True if the assistant message ``theirs`` is ``own``, or a lossy form of it."""
     calls, own_calls = _calls(theirs), _calls(own)
     if len(calls) != len(own_calls) or not all(map(_is_same_call, calls, own_calls)):
         return False
@@ -40,7 +40,8 @@ def is_form_of(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
 
 
 def likeness(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> int:
-    """How like ``own`` the message ``theirs`` is: 0 when it is no form of it, more with equal ids and less left out."""
+    """Return how like ``own`` the message ``theirs`` is: 0 if it is no form of it, more if ids are equal, less is left
+    out."""
     if not is_form_of(theirs, own):
         return 0
     ids = _ids(theirs)
@@ -62,7 +63,7 @@ def joined(messages: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def says(text: str, message: Mapping[str, Any]) -> bool:
-    """Whether ``text``, a template's version of an answer, has its reasoning, text and calls."""
+    """Return True if ``text``, a template's version of an answer, has its reasoning, text and calls."""
     squeezed = _squeezed(text)
     parts: Iterable[Any] = [message.get("reasoning_content"), message.get("content")]
     names = [call["function"]["name"] for call in _calls(message)]
@@ -78,7 +79,7 @@ def _ids(message: Mapping[str, Any]) -> list[str]:
 
 
 def _is_same_call(call: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    """An id says that a call is the same, whatever a tool has made of its arguments."""
+    """Equal ids mean that a call is the same, even if a tool has changed its arguments."""
     if call["function"]["name"] != own["function"]["name"]:
         return False
     same_id = isinstance(call, ToolCall) and isinstance(own, ToolCall) and call.id != "" and call.id == own.id

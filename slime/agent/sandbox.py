@@ -23,7 +23,7 @@ __all__ = [
 EXIT_TIME_BUDGET_EXCEEDED = -1
 AGENT_USER = "agent"
 FIRST_POLL_S, POLL_S = 0.1, 5.0
-"""The first wait before a detached command is asked for again, and the longest: each is twice the one before."""
+"""The first wait before a detached command is polled again, and the longest: each is twice the one before."""
 TAIL_BYTES = 512
 _TAG = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -90,7 +90,7 @@ async def exec_and_wait(
     await sb.exec(f"rm -rf {stale}", user=user, check=True)
     # A spawn whose answer is lost is tried again: the directory that only one can make keeps it from running twice.
     run = f"bash {base}.sh; echo $? > {base}.code; mv {base}.code {base}.done"
-    spawn = f"setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null"  # in a session of its own
+    spawn = f"setsid nohup bash -c {shlex.quote(run)} > {shlex.quote(out)} 2>&1 < /dev/null"  # in a new session
     detached = f"{{ {spawn} & echo $! > {base}.pid; }}"
     await sb.exec(f"mkdir {base}.lock 2>/dev/null && {detached}; true", user=user, env=env, check=True)
     code = await _poll(sb, f"{base}.done", user, time_budget_sec)
@@ -107,7 +107,7 @@ async def exec_and_wait(
 
 
 async def _poll(sb: Sandbox, done: str, user: str, budget: float) -> int | None:
-    """Return the exit code in ``done`` once it is there, None when the budget is spent."""
+    """Return the exit code in ``done`` once it is written, None when the budget is spent."""
     deadline, wait = time.monotonic() + budget, FIRST_POLL_S
     while True:
         left = deadline - time.monotonic()

@@ -195,7 +195,7 @@ class Gateway(OpenAIAdapter):
                 logger.error("a session could not be written: %s", e)
                 message = "the rollout buffer did not take the session; finish it again"
                 return web.json_response(openai_error("api_error", message), status=502)
-            except Exception as e:  # noqa: BLE001  (it is logged, and the client told)
+            except Exception as e:  # noqa: BLE001  (it is logged, and reported to the client)
                 refusal = refusal_of(e)
                 return web.json_response(openai_error(refusal.kind, refusal.message), status=refusal.status)
 
@@ -203,7 +203,7 @@ class Gateway(OpenAIAdapter):
 
 
 async def checkpoint_of(engine: str) -> str:
-    """The path of the tokenizer that the engine says it uses."""
+    """The path of the tokenizer that the engine reports."""
     for path in ("model_info", "get_model_info", "get_server_info"):
         try:
             info = await http_utils.get(f"{engine}/{path}")

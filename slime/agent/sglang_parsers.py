@@ -70,7 +70,7 @@ def _unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
 
 @cache
 def importable() -> bool:
-    """Whether SGLang can be imported in this process."""
+    """Return True if SGLang can be imported in this process."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -86,7 +86,7 @@ def _reasoning(raw: str, parser_name: str) -> tuple[str, str]:
         raise _unknown("reasoning", parser_name, known)
     try:
         reasoning, rest = ReasoningParser(parser_name, stream_reasoning=False).parse_non_stream(raw)
-    except Exception:  # noqa: BLE001  (whatever a parser stumbles over, the model wrote it)
+    except Exception:  # noqa: BLE001  (anything that a parser fails on was written by the model)
         return "", raw
     return reasoning or "", rest or ""
 
@@ -162,7 +162,7 @@ class _Helper:
 
 
 def call_helper(function: str, *arguments: Any) -> Any:
-    """Run one of ``FUNCTIONS`` in the helper. Thread-safe; a helper that hangs or dies is replaced.
+    """Run one of ``FUNCTIONS`` in the helper. Thread-safe; a helper that hangs or ends is replaced.
 
     Raises what the function raises, UnparsableOutput when it takes longer than 30 s, and RuntimeError when the helper
     cannot run at all.

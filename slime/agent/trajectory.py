@@ -26,7 +26,7 @@ class TurnRecord:
     """One request to the engine: the ids it saw, the ids it made, their log-probs, and how it ended.
 
     ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``output_log_probs`` has one entry per output token, or
-    none where the engine gave none; ``ill_formed`` says that a tool call could not be parsed; ``meta_info`` is the
+    none where the engine gave none; ``ill_formed``: a tool call could not be parsed; ``meta_info`` is the
     engine's, from which samples get weight versions and cache counters.
     """
 
@@ -48,13 +48,13 @@ class TurnRecord:
 
     @property
     def at_limit(self) -> bool:
-        """Whether the limit of tokens ended it; ``finish_reason`` does not say so where it used a tool before."""
+        """True if the limit of tokens ended it; ``finish_reason`` does not show it where it used a tool before."""
         reason = self.meta_info.get("finish_reason")
         return "length" in (self.finish_reason, reason.get("type") if isinstance(reason, Mapping) else reason)
 
     def standing_in(self, prompt: Sequence[int]) -> int:
-        """How many tokens of the output a later ``prompt``, compact as this turn, repeats in their place; -1 when it
-        departs before them."""
+        """Return how many tokens of the output a later ``prompt``, compact as this turn, repeats in their place; -1
+        when it departs before them."""
         same = _common_prefix_len(self.prompt_ids, prompt)
         if same < len(self.prompt_ids):
             return -1
@@ -111,7 +111,7 @@ class MessageNode:
         return version
 
     def _take_back(self, answer: MessageNode) -> None:
-        """Make a displaced answer a child again: the agent went on from it after all."""
+        """Make a displaced answer a child again: the agent continued from it after all."""
         version = next(child for child in self.children if child.displaced is answer)
         version.displaced = version.turn = None
         del version.metadata["merged_rewrite"]
@@ -133,7 +133,7 @@ class TrajectoryManager:
         self._lock = threading.Lock()
 
     def has_session(self, sid: str) -> bool:
-        """Whether a turn of ``sid`` is held."""
+        """Return True if a turn of ``sid`` is held."""
         return sid in self._roots
 
     def turn_count(self, sid: str) -> int:
@@ -149,7 +149,7 @@ class TrajectoryManager:
         response_message: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Mount a turn: its prompt below the messages that are there already, its answer as a new leaf.
+        """Mount a turn: its prompt below the messages that exist already, its answer as a new leaf.
 
         An answer without a message is an empty one. A turn without messages is skipped with a warning. Raises
         AssertionError when the log-probs are not one per output token, unless no turn of the session has any: its
@@ -244,7 +244,7 @@ class TrajectoryManager:
     def _mount(
         self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]], prompt: Sequence[int]
     ) -> MessageNode:
-        """Walk down the messages that are there, add the others, return the last one's node."""
+        """Walk down the existing messages, add the others, return the last one's node."""
         node, held = root, 0
         while held < len(messages) and (known := node.child_of(messages[held], prompt)) is not None:
             node, held = known, held + 1
@@ -300,7 +300,7 @@ def _paths(root: MessageNode) -> Iterator[list[MessageNode]]:
 
 
 def _generated_tokens(root: MessageNode) -> int:
-    """How many tokens the engine generated, with those that were given up."""
+    """Return how many tokens the engine generated, with those that were given up."""
     generated, pending = 0, [root]
     while pending:
         node = pending.pop()
@@ -382,7 +382,7 @@ class TokenSequence:
 def sequences_of_path(
     path: Iterable[MessageNode], trained: dict[MessageNode, int], threshold: int
 ) -> list[TokenSequence]:
-    """Pack the turns of ``path``. ``trained`` says how many tokens of an answer earlier paths train on, which are
+    """Pack the turns of ``path``. ``trained`` holds how many tokens of an answer earlier paths train on, which are
     context here; the others are added to it. Turns without output (the context was full) add nothing to a sequence."""
     sequences: list[TokenSequence] = []
     for node in path:
@@ -398,8 +398,8 @@ def sequences_of_path(
 
 
 def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
-    """What is said of all samples of ``path``: whether its last turn was ``truncated``, and whether any turn of it used
-    a tool (``use_tool``) or was ``ill_formed``."""
+    """Return the flags of all samples of ``path``: its last turn was ``truncated``; any turn of it used a tool
+    (``use_tool``) or was ``ill_formed``."""
     turns = [node.turn for node in path if node.turn is not None]
     return {
         "truncated": turns[-1].at_limit,

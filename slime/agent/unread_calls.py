@@ -11,22 +11,22 @@ _BEGINS = (
     "<tool_call>", "<function=", "<function name=", "<invoke name=", "<|tool_call>", "<|tool_call_begin|>",
     "<｜tool_call_begin｜>", "<｜tool▁call▁begin｜>", "<｜DSML｜invoke ", "<ifm|tool_call>",
 )  # fmt: skip
-"""What begins one call, of the formats that mark calls."""
+"""The beginnings of one call, of the formats that mark calls."""
 _PAIRS = (
     ("<function=", "</function>"), ("<function name=", "</function>"), ("<invoke name=", "</invoke>"),
     ("<parameter=", "</parameter>"), ("<parameter name=", "</parameter>"), ("<param name=", "</param>"),
     ("<arg_value>", "</arg_value>"), ("<ifm|arg_value>", "</ifm|arg_value>"),
     ("<steptml:parameter ", "</steptml:parameter>"), ("<｜DSML｜parameter ", "</｜DSML｜parameter>"),
 )  # fmt: skip
-"""What a call is made of: begin and end."""
+"""The parts of a call: begin and end."""
 _PYTHON_TAG = "<|python_tag|>"
 _NEXT_JSON = re.compile(r";\s*\{")
 """Between the calls of Llama 3, which marks only the first."""
 
 
 def suspicious_start(body: str, calls: int) -> int | None:
-    """Where the last call of ``body`` begins, when more were begun than the ``calls`` that were read, or one was cut;
-    else where the part of a marker at its end does; None where nothing is left."""
+    """Return where the last call of ``body`` begins, if more were begun than the ``calls`` that were read, or one was
+    cut; else where the part of a marker at its end does; None if it has no such part."""
     begins = [body.rfind(begin) for begin in _BEGINS if begin in body]
     begun = max(body.count(begin) for begin in _BEGINS)
     if body.startswith(_PYTHON_TAG):
@@ -47,5 +47,5 @@ def _begun_marker(body: str) -> int:
 
 
 def is_cut(call: str) -> bool:
-    """Whether a part of the call that ``call`` begins with does not end."""
+    """Return True if a part of the call that ``call`` begins with does not end."""
     return any(call.count(begin) > call.count(end) for begin, end in _PAIRS)

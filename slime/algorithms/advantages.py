@@ -24,7 +24,7 @@ Column = list[Tensor]
 
 
 class Layout(Protocol):
-    """Which response tokens of the batch this context-parallel rank holds."""
+    """The response tokens of the batch that this context-parallel rank holds."""
 
     def local(self, column: Sequence[Tensor], /) -> Sequence[Tensor]:
         """Cut whole responses [response_length_i] to this rank's parts [n_local_i]."""

@@ -15,7 +15,7 @@ _ADVANTAGES = "slime.algorithms.advantages"
 
 @dataclass(frozen=True)
 class Estimator:
-    """What an estimator is made of.
+    """The definition of an advantage estimator.
 
     name: the value of the flag. advantages: dotted path of ``fn(args, inputs) -> (advantages, returns)``, where
     ``inputs`` is ``slime.algorithms.advantages.EstimatorInputs``.

@@ -136,7 +136,7 @@ def _rows_per_chunk(limit: int, vocab_local: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What does not change from chunk to chunk."""
+    """The values that are the same for all chunks."""
 
     chunk_size: int
     vocab_start: int

@@ -67,7 +67,7 @@ def _compared(weights: Tensor, ratio: Tensor) -> ImportanceWeights:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the keys say that ``--custom-config-path`` has put on the namespace, checked."""
+    """The checked values of the keys that ``--custom-config-path`` has put on the namespace."""
 
     use_tis: bool
     use_rs: bool
@@ -211,7 +211,7 @@ def _rejection(settings: Settings, difference: Tensor, trained: Tensor) -> tuple
 
 
 def _mismatch(train: Tensor, rollout: Tensor, difference: Tensor, trained: Tensor) -> dict[str, Tensor]:
-    """How far the two are apart: KL(rollout || train) by its estimators k1 and k3, and log-perplexities."""
+    """Return the mismatch of the two: KL(rollout || train) by its estimators k1 and k3, log-perplexities and more."""
     count = trained.sum().clamp(min=1)
     bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     train_log_ppl, rollout_log_ppl = (

@@ -1,4 +1,4 @@
-"""How far the log-probs of an engine and of the trainer are apart on the tokens that the engine sampled."""
+"""The mismatch between the log-probs of an engine and of the trainer on the tokens that the engine sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mismatch_sums(train_log_probs: Tensor, rollout_log_probs: Tensor, loss_mask:
 
     With ``d = log p_train - log p_rollout`` at trained tokens, all arguments [n]. k1 ``-d`` and k3 ``exp(d) - 1 - d``
     (Schulman, "Approximating KL Divergence", 2020) estimate KL(rollout || train) from the engine's samples; in k3 ``d``
-    is bounded to +-20. Masked tokens count for nothing, whatever their log-probs. float64, without gradient; an empty
+    is bounded to +-20. Masked tokens count for nothing, with any log-probs. float64, without gradient; an empty
     response gives zeros, NaN stays NaN.
     """
     return mismatch_sums_by_sample(train_log_probs, rollout_log_probs, loss_mask, [train_log_probs.numel()])[0]
@@ -27,7 +27,7 @@ def mismatch_sums_by_sample(
 ) -> Tensor:
     """Return ``mismatch_sums`` [samples, 5] of samples of ``lengths``, one after the other in the arguments."""
     trained = loss_mask > 0
-    # selected by where, not by indexing, for which a GPU would have to tell how many there are
+    # selected by where, not by indexing, for which a GPU would have to send the count to the host
     d = torch.where(trained, train_log_probs.detach().double() - rollout_log_probs.detach().double(), 0.0)
     bounded = d.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     distance = d.abs()

@@ -1,7 +1,7 @@
 """From one number per token to the loss: how samples and tokens weigh.
 
 The denominators are of the whole rollout, not of the micro-batch, so sums over micro-batches, ranks and
-context-parallel slices give the loss of the whole step whatever the division.
+context-parallel slices give the loss of the whole step for any division.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _HUB = "slime.rollout.rm_hub"
 
 @dataclass(frozen=True)
 class RewardType:
-    """What a built-in reward is made of.
+    """The definition of a built-in reward.
 
     name: the value of the flag. reads: what it reads of a response, for the documentation.
     function: dotted path. A rule is ``fn(response, label, metadata) -> reward``, in a worker process; with ``rule``
@@ -32,7 +32,7 @@ class RewardType:
 
     needs_url: ``--rm-url`` is required. module: the module that has to be installed, missing: the words for the
     message without it. prepare: dotted path of a function that loads it before an answer is timed. fresh: the module
-    may keep what it likes, so that each answer is graded in a process of its own.
+    may keep what it likes, so that each answer is graded in a new process.
     """
 
     name: str

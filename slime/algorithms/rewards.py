@@ -64,7 +64,7 @@ def normalize_by_group(
 
     The standard deviation is unbiased. A group of one, and one whose rewards are all equal, gives exactly 0.
 
-    Samples of one trajectory (the same id in ``rollout_ids``; None is a trajectory of its own) count once: with ``E``
+    Samples of one trajectory (the same id in ``rollout_ids``; None is a separate trajectory) count once: with ``E``
     trajectories the mean is that of their means, the variance ``sum_e mean_{i in e} (R_i - mean)^2 / (E - 1)``, which
     are those of E rewards where the samples of a trajectory share theirs. The samples of a group's only trajectory are
     compared with each other.
@@ -93,7 +93,7 @@ def leave_one_out(
     """Return ``R_i - mean(R of the other trajectories)`` (RLOO, arXiv:2402.14740): ``n / (n-1) (R_i - mean(R))``.
 
     The baseline must not depend on what it is the baseline of: samples of one trajectory (the same id in
-    ``rollout_ids``; None is a trajectory of its own) are left out together, and a trajectory counts once in the
+    ``rollout_ids``; None is a separate trajectory) are left out together, and a trajectory counts once in the
     baseline of others, with the mean of its samples. Without another trajectory there is nothing to compare with: 0.
     """
     result = [0.0] * len(values)
@@ -116,7 +116,7 @@ def preference_rewards(
 
     features: per execution of one prompt, x by name: calls of a tool, or what shall be small with its sign turned,
     such as minus the cost; all have the same names. preferences: p by name, 0 where it is left out. Minima and maxima
-    are over the executions, and a feature that all share says nothing. Raises ValueError for features without the
+    are over the executions, and a feature that all share shows nothing. Raises ValueError for features without the
     names of the others or of ``preferences``.
     """
     names = set(features[0])
@@ -159,7 +159,7 @@ def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:
 
 
 def reward_failed(sample: Sample) -> bool:
-    """Whether the 0 that the sample has stands for a reward that failed: nothing is to be compared with it."""
+    """Return True if the sample has a 0 in the place of a reward that failed: nothing is to be compared with it."""
     return sample.remove_sample and "reward_error" in (sample.metadata or {})
 
 

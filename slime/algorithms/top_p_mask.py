@@ -74,7 +74,7 @@ def top_p_log_probs(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank holds of the vocabulary, and how logits are scaled."""
+    """This rank's part of the vocabulary, and the temperature that logits are divided by."""
 
     vocab_start: int
     columns: int

@@ -1,6 +1,6 @@
 """Responses closed up to their trained tokens.
 
-What an environment or a tool wrote is no action of the policy: whatever runs along a response, such as discounts,
+What an environment or a tool wrote is no action of the policy: all that runs along a response, such as discounts,
 advantage estimation and penalties, steps from one trained token (loss mask not 0) to the next.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class TrainedTokens:
-    """Where the trained tokens of whole responses are. ``lengths`` says how many each response has."""
+    """The positions of the trained tokens of whole responses. ``lengths``: how many each response has."""
 
     def __init__(self, loss_masks: Sequence[Tensor]) -> None:
         self._sizes = [mask.size(0) for mask in loss_masks]

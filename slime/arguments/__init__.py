@@ -1,4 +1,4 @@
-"""What the user typed: every flag is declared once here, with its type, default, description and checks.
+"""Command line arguments: every flag is declared once here, with its type, default, description and checks.
 
 Nothing here imports torch, ray, megatron, sglang or transformers; names are loaded on first use.
 """

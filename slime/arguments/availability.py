@@ -30,7 +30,7 @@ NOT_YET_SPECS: dict[str, str] = {
 
 
 def is_available(flag: Flag) -> bool:
-    """Whether some value other than the default may be given."""
+    """Return True if some value other than the default may be given."""
     return flag.group != UNREAD and not flag.traits.inert and flag.traits.not_yet is not True
 
 

@@ -96,7 +96,7 @@ def build_parser(
 def get_slime_extra_args_provider(
     add_custom_arguments: AddCustomArguments | None = None,
 ) -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
-    """A function that adds slime's flags to a parser and returns it, for tools with a Megatron parser of their own.
+    """A function that adds slime's flags to a parser and returns it, for tools with their own Megatron parser.
 
     The user's flags come first. A flag the parser has already keeps its form and gets slime's default.
     """

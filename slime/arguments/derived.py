@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class DerivedArgs:
-    """What ``parse_args``, the device and the running processes add to the flags."""
+    """Values that ``parse_args``, the device and the running processes add to the flags."""
 
     explicit_flags: frozenset[str]
     """Attributes that were given, on the command line or in a file."""

@@ -1,4 +1,4 @@
-"""What rules find and do not raise at once: warnings, missing flags, and what a dry run cannot check.
+"""Findings of the rules that are not raised at once: warnings, missing flags, and what a dry run cannot check.
 
 While the namespace is resolved it has these lists of sentences: ``unchecked``, ``not_available``, ``warnings``, and
 ``needed``, which has one sentence per attribute.

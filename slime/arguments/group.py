@@ -146,7 +146,7 @@ _BOUNDS = {
 
 
 def validation_reason(detail: Any) -> str:
-    """What was expected and what was seen, from one of pydantic's error records."""
+    """Return what was expected and what was seen, from one of pydantic's error records."""
     kind, seen = detail["type"], detail["input"]
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]

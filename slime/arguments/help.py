@@ -44,7 +44,7 @@ _KINDS: dict[Any, Kind] = {int: "int", float: "float"}
 
 
 def form(flag: Flag) -> str:
-    """How the flag is written: ``--x N``, ``--x {a,b}``, ``--x / --no-x``."""
+    """Return the flag as it is written: ``--x N``, ``--x {a,b}``, ``--x / --no-x``."""
     if flag.action == "tristate":
         return " / ".join(flag.options)
     if flag.action in ("true", "false"):
@@ -56,7 +56,7 @@ def form(flag: Flag) -> str:
 
 
 def _placeholder(flag: Flag) -> str:
-    """What stands for the value: ``N``, ``FILE``, ..."""
+    """Return the placeholder of the value: ``N``, ``FILE``, ..."""
     if flag.kind not in ("str", "nullable_str"):
         return {"int": "N", "human_int": "N", "float": "X", "json": "JSON", "layout": "N|LIST"}[flag.kind]
     if flag.source != "slime":
@@ -67,7 +67,7 @@ def _placeholder(flag: Flag) -> str:
 
 
 def default_text(flag: Flag) -> str:
-    """What happens without the flag, in words; empty when the description says it."""
+    """Return what happens without the flag, in words; empty when the description says it."""
     if flag.required:
         return "required"
     if flag.action in ("true", "false"):
@@ -216,7 +216,7 @@ def _value_words(flag: Flag) -> str:
 
 
 def _limits(flag: Flag) -> str:
-    """What pydantic's constraints allow, in words."""
+    """Return what pydantic's constraints allow, in words."""
     from slime.arguments.groups import ALL_GROUPS
 
     declared = [group.model_fields[flag.dest] for group in ALL_GROUPS if flag.dest in group.model_fields]
@@ -303,7 +303,7 @@ MOST_RELATED = 8
 
 @dataclass(frozen=True)
 class Found:
-    """What was found: one ``flag``; or whole ``groups``, flags ``named`` so and flags that only ``mention`` it."""
+    """Result of a search: one ``flag``; or whole ``groups``, flags ``named`` so and flags that only ``mention`` it."""
 
     flag: Flag | None = None
     groups: tuple[str, ...] = ()

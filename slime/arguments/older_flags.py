@@ -5,7 +5,7 @@ that the installed packages still offer is none of its business. The columns:
 
 * the option, ``=value`` where a row is about one value;
 * what follows it: nothing written for a flag with another name, else ``switch``, ``text``, ``texts`` or ``optional``;
-* what it is now: an option, which takes the values; several words, which a switch (or that value) stands for;
+* what it is now: an option, which takes the values; several words, which a switch (or that value) means;
   ``critic`` and an option, whose value for the critic it is; ``-`` for nothing, ``!`` when it would change the run;
 * why, or what to do instead.
 """
@@ -41,7 +41,7 @@ class OlderFlag:
 
     @property
     def is_renamed(self) -> bool:
-        """Whether a flag of another name takes its values as they are."""
+        """True if a flag of another name takes its values as they are."""
         return self.form == ""
 
     @property
@@ -150,7 +150,7 @@ def _rows(option: str, parser: ArgumentParser) -> tuple[OlderFlag, ...]:
 
 
 def _room(row: OlderFlag, parser: ArgumentParser) -> int:
-    """How many values may follow, at most."""
+    """Return how many values may follow, at most."""
     many = 1_000_000
     if not row.is_renamed:
         return {"switch": 0, "text": 1, "optional": 1, "texts": many}[row.form]

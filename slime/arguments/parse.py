@@ -198,7 +198,7 @@ def _answer_help(words: Sequence[str], flags: Sequence[Flag], parser: argparse.A
 def _print(text: str) -> None:
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # `--help | head`: nobody reads the rest
+    except BrokenPipeError:  # `--help | head`: the rest is not read
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (stays open until the process ends)
 
 
@@ -254,7 +254,7 @@ def _value_of(option: str, words: Sequence[str]) -> str | None:
 
 
 def _path_in_file(path: str) -> str | None:
-    """What the file of ``--config`` says; what is wrong with the file is found out when all of it is read."""
+    """Return the path that the file of ``--config`` gives; mistakes in the file are reported when all of it is read."""
     from slime.arguments.files import yaml_source
 
     try:

@@ -1,4 +1,4 @@
-"""Which slots a run asks for, who gets them, and the engines they hold. Pure: the run and ``--dry-run`` share it."""
+"""Slots that a run asks for, who gets them, and the engines they hold. Pure: the run and ``--dry-run`` share it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ServerGroup(Protocol):
 
 
 class Model(Protocol):
-    """A model that engines serve, behind a router of its own."""
+    """A model that engines serve, behind a separate router."""
 
     @property
     def name(self) -> str: ...
@@ -244,8 +244,8 @@ def spare_slots(args: Args) -> int:
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """How the slots of one engine are used. Data parallelism is that of attention, within the tensor-parallel ranks:
-    ``dp`` groups each hold all of the attention and requests of their own.
+    """Parallel sizes of one engine. Data parallelism is that of attention, within the tensor-parallel ranks: ``dp``
+    groups each hold all of the attention and have separate requests.
     """
 
     tp: int = 1

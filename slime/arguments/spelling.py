@@ -1,4 +1,4 @@
-"""What a user most likely meant by a word that is no known flag."""
+"""Guess what a user most likely meant by a word that is no known flag."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OTHER_NAMES = Path(__file__).with_name("other_names.tsv")
 
 @cache
 def other_names() -> dict[str, str]:
-    """What users of other trainers write -> the flag, or words about it. Names with a dot are paths of Hydra."""
+    """Return what users of other trainers write -> the flag, or words about it. Names with a dot are paths of Hydra."""
     lines = OTHER_NAMES.read_text(encoding="utf-8").splitlines()
     return dict(line.split("\t") for line in lines if not line.startswith("#"))
 
@@ -29,7 +29,7 @@ def hydra_settings() -> dict[str, str]:
 
 
 def hydra_message(word: str) -> str | None:
-    """What to write in place of a word of Hydra, ``path.to.key=value`` with or without dashes; None for other words."""
+    """Return what to write in place of ``path.to.key=value`` of Hydra, with or without dashes; None for other words."""
     found = re.fullmatch(r"(?:--|[+~]{1,2})?([A-Za-z_][\w-]*(?:\.[A-Za-z_][\w-]*)+)(?:=(.*))?", word, re.DOTALL)
     if found is None or ("=" not in word and not word.startswith("--")):
         return None
@@ -45,7 +45,7 @@ def hydra_message(word: str) -> str | None:
 
 
 def looks_like_flag(word: str, known: Collection[str]) -> bool:
-    """Whether ``word`` was meant as a flag: by its hyphens, or by other dashes in front of a ``known`` option."""
+    """Return True if ``word`` was meant as a flag: by its hyphens, or by other dashes before a ``known`` option."""
     if " " in word:
         return False
     foreign = re.match(rf"[-{_DASHES}]{{1,3}}(?=[A-Za-z])", word)
@@ -53,7 +53,7 @@ def looks_like_flag(word: str, known: Collection[str]) -> bool:
 
 
 def dashes_are_foreign(name: str) -> bool:
-    """Whether ``name`` begins with dashes of a text instead of hyphens."""
+    """Return True if ``name`` begins with dashes of a text instead of hyphens."""
     return any(character in _DASHES for character in name[:3])
 
 
@@ -79,7 +79,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def _is_slip(stem: str, known: str) -> bool:
-    """Whether ``stem`` is ``known`` with slips: words that are misspelled, or left out behind the first.
+    """Return True if ``stem`` is ``known`` with slips: words that are misspelled, or left out behind the first.
 
     A first word more or less is another thing: ``lora-rank`` is not ``q-lora-rank``, and ``actor-lr`` is not ``lr``.
     """
@@ -92,7 +92,7 @@ def _is_slip(stem: str, known: str) -> bool:
 
 
 def _misspelled(one: str, other: str) -> bool:
-    """Whether at most a third of the letters were added, left out, exchanged or swapped with their neighbor."""
+    """Return True if at most a third of the letters were added, left out, exchanged or swapped with their neighbor."""
     return _edits(one, other) <= max(1, max(len(one), len(other)) // 3)
 
 

@@ -17,7 +17,7 @@ UNSET: Any = object()
 
 @dataclass(frozen=True)
 class Contract:
-    """How the function of a hook is called.
+    """Contract of a hook: the call of its function.
 
     ``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; it
     is given what it takes of those ``offered``. A class is also asked for ``methods``. What ``generates`` is not called
@@ -74,9 +74,9 @@ Silencer = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What is true of a flag; in brackets the module that asks for it.
+    """Traits of a flag; in brackets the module that reads them.
 
-    Reading: ``read_by`` the trainers, of which a role may have a value of its own, or by the rest of the run
+    Reading: ``read_by`` the trainers, of which a role may have a different value, or by the rest of the run
     (``rules.roles``); ``saved``: part of a configuration, not of one call (``files.run_config``).
     Values: ``default``, where slime's is not that of the package that has the flag. ``path`` names a file, a
     directory, or a directory with a model; ``template`` has placeholders; ``hook`` names a function. ``follows``: the

@@ -83,7 +83,7 @@ class RolloutColumns:
         """Pack a dict of per-sample lists: the built-in converter's or a custom one's.
 
         Required: ``tokens``, ``response_lengths``, ``rewards``, ``loss_masks``. ``rollout_ids`` may be absent or hold
-        None (every such sample is a trajectory of its own). Without ``rollout_mask_sums`` every sample weighs by its
+        None (every such sample is a separate trajectory). Without ``rollout_mask_sums`` every sample weighs by its
         own mask, also among samples that share a rollout id; without ``rollout_turn_counts`` the samples with a trained
         token are counted by rollout id. Keys this package does not know are carried along when
         they hold one entry per sample, and left out with a warning when they do not.
@@ -152,7 +152,7 @@ class RolloutColumns:
 
 @dataclass(frozen=True, eq=False)
 class RolloutShard:
-    """What one data-parallel rank trains on.
+    """The samples and micro-batches that one data-parallel rank trains on.
 
     batch: the rank's samples, step after step and micro-batch after micro-batch. partition: their positions in the
     whole batch. micro_batch_indices: per micro-batch the positions *within this shard*, over all steps.
@@ -229,7 +229,7 @@ def _moved(inputs: Any, device: torch.device | str) -> Any:
 
 
 def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
-    """Replace every None by the smallest integer not used yet, in order: each such sample stands alone."""
+    """Replace every None by the smallest integer not used yet, in order: each such sample is a separate trajectory."""
     used = {rollout_id for rollout_id in rollout_ids if rollout_id is not None}
     filled: list[int] = []
     candidate = 0

@@ -1,4 +1,4 @@
-"""Which part of a sequence each context-parallel rank holds, and how to cut and rejoin per-token data.
+"""The part of a sequence that each context-parallel rank holds; cutting and rejoining of per-token data.
 
 Zig-zag layout (Ring attention's load balancing, as Megatron expects it for packed sequences): a sequence of ``L``
 tokens is padded to ``2 * cp_size`` chunks of ``c = ceil(L / (2 * cp_size))``; rank ``r`` holds chunks ``r`` and

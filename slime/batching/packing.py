@@ -1,7 +1,7 @@
 """Samples -> one packed micro-batch (THD) for this tensor- and context-parallel rank.
 
 Sequences are laid end to end in one row; attention sees them apart through ``cu_seqlens``. Padding at the end of the
-row is a segment of its own, so no sample attends to it.
+row is a separate segment, so no sample attends to it.
 """
 
 from __future__ import annotations

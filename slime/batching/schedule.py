@@ -1,4 +1,4 @@
-"""Which data-parallel rank trains which sample in which micro-batch of which optimizer step.
+"""The schedule of a rollout: the optimizer step, data-parallel rank and micro-batch that train each sample.
 
 A step trains ``global_batch_size`` trajectories; all samples of a trajectory (one rollout id) stay in one step. Its
 samples are divided into micro-batches, whose number every rank must share equally, and these over the ranks.

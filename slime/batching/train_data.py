@@ -160,7 +160,7 @@ def _plain_number(value: Any) -> Any:
 
 
 def _top_p_mask(sample: Sample) -> tuple[Any, Any]:
-    """Return (token ids, offsets) that say what each response token was sampled among; none where none is trained."""
+    """Return (token ids, offsets) of the set that each response token was sampled from; none where none is trained."""
     ids, offsets = sample.rollout_top_p_token_ids, sample.rollout_top_p_token_offsets
     if ids is not None and offsets is not None:
         return ids, offsets

@@ -16,7 +16,7 @@ RESERVED_KEYS = ("partition", "micro_batch_indices", "num_microbatches", "global
 """Columns that ranks are given besides the samples' own."""
 
 LARGEST_LOG_PROB = 1e-3
-"""A log-prob is at most 0, but for the rounding of whoever computed it."""
+"""A log-prob is at most 0, but for the rounding of its computation."""
 
 IDS, OFFSETS = "rollout_top_p_token_ids", "rollout_top_p_token_offsets"
 """Columns of the top-p masks: the tokens that engines sampled among (``--rollout-top-p``)."""
@@ -128,7 +128,7 @@ def vocabulary(tokens: Ragged, vocab_size: int, name_of: Namer) -> None:
 
 
 def check_top_p_mask(ragged: Mapping[str, Ragged], name_of: Namer, vocab_size: int | None = None) -> None:
-    """Check the columns of top-p masks against each other, as far as they are there.
+    """Check the columns of top-p masks against each other, as far as they are present.
 
     Per sample, token ids [k] and response_length + 1 offsets into them: response token ``t`` was sampled among
     ``ids[offsets[t]:offsets[t + 1]]``. Tokens that no engine sampled have none and must not be trained. With

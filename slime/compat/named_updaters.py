@@ -1,4 +1,4 @@
-"""Weight updaters as classes of their own, one per transport, for trainers that build theirs by name."""
+"""Weight updaters as separate classes, one per transport, for trainers that build theirs by name."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class UpdateWeightFromTensor(_NamedUpdater):
 
 
 class UpdateWeightFromDistributed(_NamedUpdater):
-    """To engines on slots of their own."""
+    """Updates engines on separate slots."""
 
     def __init__(self, args: Args, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
         super().__init__(args, model, DistributedTransport(args))

@@ -1,6 +1,6 @@
-"""What launch scripts written in Python call: get data, find checkpoints, start a run.
+"""Functions for launch scripts written in Python: get data, find checkpoints, start a run.
 
-Nothing here ends a process or a Ray cluster that it has not started: a run on one machine starts a Ray of its own and
+Nothing here ends a process or a Ray cluster that it has not started: a run on one machine starts its own Ray and
 ends it, and a cluster that is already there is joined.
 """
 
@@ -56,7 +56,7 @@ HOME = str(Path.home())
 
 @dataclass
 class ExecuteTrainConfig:
-    """How a script starts its run; scripts add fields of their own.
+    """Start settings of a script's run; scripts add their own fields.
 
     cuda_core_dump: write a core file when a kernel fails. num_nodes: nodes of the run (default that of the Slurm job,
     else 1). extra_env_vars: more variables, as ``A=1 B=2``.
@@ -80,7 +80,7 @@ def execute_train(
     """Run ``train_script`` with the flags ``train_args`` (shell words) and wait for its end.
 
     ``--num-gpus-per-node`` and the flags of ``scripts/models/<megatron_model_type>.sh`` come first, so that
-    ``train_args`` win. ``before_ray_job_submit`` is called just before. ``megatron_path`` goes on ``PYTHONPATH``.
+    ``train_args`` win. ``before_ray_job_submit`` is called just before. ``megatron_path`` is added to ``PYTHONPATH``.
 
     With the address of a dashboard (``RAY_API_SERVER_ADDRESS``, ``RAY_ADDRESS=http://...``, or
     ``SLIME_SCRIPT_EXTERNAL_RAY=1`` for ``http://127.0.0.1:8265``) the run is submitted as a Ray job whose processes all
@@ -116,7 +116,7 @@ def execute_train(
 
 
 def is_dry_run() -> bool:
-    """Whether ``SLIME_DRY_RUN`` asks for a check of the flags alone: nothing is fetched, converted or started."""
+    """Return True if ``SLIME_DRY_RUN`` asks to check only the flags: nothing is fetched, converted or started."""
     return os.environ.get("SLIME_DRY_RUN", "0") != "0"
 
 
@@ -145,7 +145,7 @@ def _program(train_script: str, num_gpus_per_node: int, *, with_model_args: bool
 
 
 def _environment(config: ExecuteTrainConfig, extra: Mapping[str, str], megatron_path: str | None) -> dict[str, str]:
-    """What the run gets beside the environment of this script; ``extra`` wins."""
+    """Return the variables that the run gets besides the environment of this script; ``extra`` wins."""
     path = [str(repo_base_dir), megatron_path, os.environ.get("PYTHONPATH")]
     found = {"PYTHONPATH": os.pathsep.join(part for part in path if part)}
     if config.cuda_core_dump:

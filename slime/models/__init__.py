@@ -1,1 +1,1 @@
-"""What is known of published models, and how a Hugging Face config is said in Megatron's flags."""
+"""Facts about published models, and the translation of a Hugging Face config into Megatron's flags."""

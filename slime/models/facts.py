@@ -1,4 +1,4 @@
-"""What is known of published models: ``facts.yaml``, and which of them the name of a checkpoint's directory says."""
+"""Facts about published models: ``facts.yaml``, and the lookup by the name of a checkpoint's directory."""
 
 from __future__ import annotations
 

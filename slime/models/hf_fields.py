@@ -26,7 +26,7 @@ def rope_theta(config: Config) -> float | None:
 
 
 def rope_scaling(config: Config) -> Config | None:
-    """How positions are stretched, with its kind under ``rope_type``; None when they are not."""
+    """Return how positions are stretched, with the kind under ``rope_type``; None when they are not."""
     found = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(found, dict):
         return None
@@ -56,7 +56,7 @@ def sliding_window(config: Config) -> int:
 
 
 def is_latent(config: Config) -> bool:
-    """Whether attention is multi-head latent attention."""
+    """Return True if attention is multi-head latent attention."""
     return config.get("kv_lora_rank") is not None
 
 
@@ -71,7 +71,7 @@ def expert_size(config: Config) -> tuple[str, int] | None:
 
 
 def shared_size(config: Config) -> tuple[str, int]:
-    """Where the intermediate size of the shared experts, taken together, comes from, and the size: 0 without any."""
+    """Return (source, intermediate size) of the shared experts, taken together; the size is 0 without any."""
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if config.get(key) is not None:
             return key, _count(config, key)

@@ -347,7 +347,7 @@ def _notes(config: Config, family: Config | None) -> Iterator[str]:
 
 
 def _layer_notes(config: Config) -> Iterator[str]:
-    """What a config may change in the layers of a known family, and what its flags compute otherwise."""
+    """Yield what a config may change in the layers of a known family, and what the flags compute instead."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         yield f"its hidden_act is {activation}, for which there are no flags; --swiglu computes silu"

@@ -20,7 +20,7 @@ MAX_EVENTS = 1_000_000
 
 
 class Profiling:
-    """What ``--use-pytorch-profiler`` and ``--record-memory-history`` ask of this rank; nothing without them."""
+    """The recordings of this rank for ``--use-pytorch-profiler`` and ``--record-memory-history``; none without them."""
 
     def __init__(self, args: Namespace, *, rank: int, role: str) -> None:
         self._profile: TorchProfile | None = None

@@ -76,7 +76,7 @@ def _write_descriptions(args: argparse.Namespace, path: Path) -> None:
 
 
 def make_private(directory: Path) -> None:
-    """Make a directory that only this user can enter. One that is there stays as it is: it may have other uses."""
+    """Make a directory that only this user can enter. One that exists stays as it is: it may have other uses."""
     directory.mkdir(mode=0o700, exist_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Where metrics go: one writer per run, any number of processes that measure.
+"""The way of metrics to files and trackers: one writer per run, any number of processes that measure.
 
 Invariant: only the primary process (the driver) touches files and trackers. Every other process buffers its records;
 its owner fetches them with :func:`drain` and the driver hands them to :func:`ingest`; what has not been fetched by the
@@ -65,11 +65,11 @@ class Tracker:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process writes."""
+        """True if this process writes."""
         return self._writers is not None
 
     def open(self, writers: list[Writer]) -> None:
-        """Become the primary; whatever was buffered before is written now."""
+        """Become the primary; all that was buffered before is written now."""
         with self._lock:
             self._writers = writers
             self.ingest(self.drain())
@@ -203,7 +203,7 @@ def plain(value: Any) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether ``value`` is a number that can be drawn as a curve."""
+    """Return True if ``value`` is a number that can be drawn as a curve."""
     return isinstance(value, numbers.Real)
 
 

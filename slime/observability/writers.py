@@ -102,7 +102,7 @@ class TensorBoardWriter:
 
 
 def _names(args: argparse.Namespace) -> tuple[str | None, ...]:
-    """What names the directory of event files."""
+    """Return the values that name the directory of event files."""
     return os.environ.get("TENSORBOARD_DIR"), args.tb_project_name, args.tb_experiment_name
 
 
@@ -122,7 +122,7 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
         self._writer = TensorBoardWriter(tensorboard_dir(args))
 
     def serves(self, args: argparse.Namespace) -> bool:
-        """Whether ``args`` name the directory of this one."""
+        """Return True if ``args`` name the directory of this one."""
         return _names(with_defaults(args)) == self._named
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -175,7 +175,7 @@ class WandbWriter:
         self._run.log({step_key: step, **metrics})
 
     def close(self) -> None:
-        """Finish the run and end W&B's helper process, which would otherwise live as long as this one."""
+        """Finish the run and end W&B's helper process, which would otherwise run as long as this one."""
         import wandb
 
         self._run.finish()

@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 Device: TypeAlias = Literal["cpu", "cuda"]
 SLOT = "slime_slot"
 LONGEST_SOCKET = 107
-"""How many bytes the path of a Unix socket may have (``sun_path``)."""
+"""Bytes that the path of a Unix socket may have (``sun_path``)."""
 SOCKET_OF_RAY = "ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 HEAD_NODE = "node:__internal_head__"
@@ -53,7 +53,7 @@ SMALL_OBJECT_STORE_BYTES = 1 * 2**30
 JANITOR_DEADLINE_S = 60.0
 CONNECT_SECONDS = 20.0
 RAY_TIMED_OUT = "timed out during startup"
-"""What Ray says when its node has not registered in time, which cannot be set."""
+"""Part of Ray's message when its node has not registered in time; the timeout cannot be set."""
 _SOURCE_ROOT = str(Path(slime.__file__).parents[1])
 
 QUIET_RAY = {
@@ -370,7 +370,7 @@ def _join_or_start(args: Args, run_id: str, slots: int) -> bool:
 
 @contextlib.contextmanager
 def _without_secrets() -> Iterator[None]:
-    """What is started within the block does not inherit the secrets of this process's environment."""
+    """Keep the secrets of this process's environment from what is started within the block."""
     kept = dict(os.environ)
     hidden = kept.keys() - public_environment().keys()
     for name in hidden:
@@ -418,7 +418,7 @@ def _start(run_id: str, slots: int) -> None:
 
 
 def private_directory() -> Path:
-    """Return the directory of this user, which nobody else can enter, where Ray keeps sockets, logs and sessions.
+    """Return the directory of this user, which no other user can enter, where Ray keeps sockets, logs and sessions.
 
     Ray lets everybody write to its own directories.
     """
@@ -450,9 +450,9 @@ def make_token_private() -> None:
 
 
 def _use_loopback() -> None:
-    """Let Ray use loopback only, as it does by itself on macOS and Windows.
+    """Let Ray use loopback only, as it does by default on macOS and Windows.
 
-    Unless this switch of its own is off it replaces ``_node_ip_address="127.0.0.1"`` by the host's address.
+    Unless this switch of Ray's is off it replaces ``_node_ip_address="127.0.0.1"`` by the host's address.
     """
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
@@ -470,7 +470,7 @@ def manager_of_run(directory: Path) -> Any:
         is_local = where["ray_address"].startswith("127.0.0.1:")
         if is_local:
             _use_loopback()
-        if where["ray_auth_mode"]:  # Ray knows the token, one per user, but uses it by itself only where it starts
+        if where["ray_auth_mode"]:  # Ray knows the token, one per user, but uses it by default only where it starts
             os.environ["RAY_AUTH_MODE"] = where["ray_auth_mode"]
             ray._raylet.Config.initialize("")  # type: ignore[attr-defined]
         ray.init(

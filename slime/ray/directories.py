@@ -1,4 +1,4 @@
-"""The directories that a run writes its state to: held as long as the run lives, against a second start of it."""
+"""The directories that a run writes its state to: held for the length of the run, against a second start of it."""
 
 from __future__ import annotations
 

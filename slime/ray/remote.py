@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_LOG_S = 60.0
 """Interval at which a wait logs what it waits for."""
 ROOT_CAUSE_GRACE_S = 3.0
-"""How long to look for the root cause after the first failure."""
+"""Time to look for the root cause after the first failure."""
 DAY_S = 24 * 3600.0
 PING_EVERY_S = 2.0
 F = TypeVar("F", bound=Callable[..., Any])
@@ -140,13 +140,13 @@ class Peer:
 
 
 class Liveness(Protocol):
-    """What a wait depends on besides those that it waits for."""
+    """A check that runs during a wait, of processes beside those that it waits for."""
 
-    def check(self, what: str) -> None: ...  # raises when the wait ``what`` is in vain
+    def check(self, what: str) -> None: ...  # raises when the wait ``what`` cannot end
 
 
 class LivenessMonitor:
-    """Whether the processes of ``actors``, which answer ``ping``, are there; ``peers`` name them in messages.
+    """Checks that the processes of ``actors``, which answer ``ping``, are alive; ``peers`` name them in messages.
 
     A busy process answers later: only its end is a failure.
     """

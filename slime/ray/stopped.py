@@ -29,7 +29,7 @@ class StoppedProcesses:
         stopped = dict(_stopped(logs))
         for pid in stopped.keys() - self._known:
             logger.warning(
-                "%s waits for %s, whose process %d is stopped, by SIGSTOP or a debugger: kill -CONT %d lets it go on",
+                "%s waits for %s, whose process %d is stopped, by SIGSTOP or a debugger: kill -CONT %d resumes it",
                 what, logs[stopped[pid]], pid, pid,
             )  # fmt: skip
         self._known = set(stopped)

@@ -34,7 +34,7 @@ class Series:
 
 @dataclass
 class Run:
-    """What a run directory holds; ``skipped_lines`` counts unreadable lines (a killed writer's last one)."""
+    """The contents of a run directory; ``skipped_lines`` counts unreadable lines (a killed writer's last one)."""
 
     path: Path
     series: dict[str, Series] = field(default_factory=dict)
@@ -223,7 +223,7 @@ def footnote(run: Run) -> str:
 
 
 def embed(data: Any) -> str:
-    """Return ``data`` as JSON that may stand inside a script element, whatever text it holds."""
+    """Return ``data`` as JSON that may be inside a script element, with any text in it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")

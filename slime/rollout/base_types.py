@@ -1,4 +1,4 @@
-"""What rollout functions return."""
+"""The types that rollout functions return."""
 
 from __future__ import annotations
 

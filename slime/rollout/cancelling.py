@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 logger = logging.getLogger(__name__)
 
 CANCEL_GRACE_S = 5.0
-"""How long tasks may take to end once they were cancelled; shorter than an interrupted rollout may take for that."""
+"""Time in which tasks have to end once they were cancelled; shorter than an interrupted rollout may take for that."""
 
 _cancelled: WeakSet[asyncio.Task[Any]] = WeakSet()
 _waits_for: WeakKeyDictionary[asyncio.Task[Any], list[asyncio.Task[Any]]] = WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Where prompts come from: the prompt file, epoch by epoch, and a buffer of groups handed back by rollouts.
+"""The source of prompts: the prompt file, epoch by epoch, and a buffer of groups handed back by rollouts.
 
 Both keep their place in a small state that is saved with each checkpoint, so that a resumed run continues with the very
 next prompt. Groups that were generated after it are read from a journal. Methods may be called from several threads.
@@ -40,7 +40,7 @@ Group = list[Sample]
 
 
 class DataSource(abc.ABC):
-    """What rollout functions draw from and hand back to (``--data-source-path``)."""
+    """The interface that rollout functions draw groups from and hand them back to (``--data-source-path``)."""
 
     @abc.abstractmethod
     def get_samples(self, num_samples: int) -> list[Group]:
@@ -78,7 +78,7 @@ class RolloutDataSource(DataSource):
     """
 
     accepts_samples = False
-    """Whether ``add_samples`` works."""
+    """True if ``add_samples`` works."""
 
     unconsumed: Unconsumed | None = None
     """Set for rollout functions that work on groups across rollouts: returns the groups drawn and not consumed yet."""
@@ -152,7 +152,7 @@ class RolloutDataSource(DataSource):
     def take_back(self, groups: list[Group]) -> None:
         """Hand ``groups`` out again before new prompts; a class that has ``add_samples`` is given them there.
 
-        A class that draws prompts of its own accord and has none would never hand them out: it loses them, and says so.
+        A class that draws prompts unasked and has none would never hand them out: it loses them, and logs that.
         """
         own_buffer = type(self).add_samples is not RolloutDataSource.add_samples
         own_draws = type(self).get_samples is not RolloutDataSource.get_samples and not self._draws_here
@@ -265,7 +265,7 @@ class RolloutDataSource(DataSource):
                 self._put_back(groups)
 
     def snapshot(self, rollout_id: int) -> None:
-        """Remember the state as the one that ``save(rollout_id)`` is to write, whatever is drawn from now on."""
+        """Remember the state as the one that ``save(rollout_id)`` is to write; later draws do not change it."""
         if not self.args.rollout_global_dataset or not self.args.save:
             return
         per_epoch = len(self) // self.args.rollout_batch_size

@@ -75,7 +75,7 @@ def subsample(samples: list[Sample], ratio: float) -> list[Sample]:
 
 
 def numpy_globals() -> list[Any]:
-    """What pickles of numpy arrays refer to (dumps of slime <= 0.3.1 hold some)."""
+    """Return the objects that pickles of numpy arrays refer to (dumps of slime <= 0.3.1 hold some)."""
     kinds = ("bool", "int8", "uint8", "int16", "int32", "int64", "float16", "float32", "float64")
     multiarray = importlib.import_module("numpy._core.multiarray")
     functions = [multiarray._reconstruct, multiarray.scalar]

@@ -56,7 +56,7 @@ def _generate_path(args: Args, config: Any) -> str | None:
 
 
 def _setting(config: Any, name: str, of_run: Any) -> Any:
-    """Return what a data set says, else what the run says, unless the data set switches that off."""
+    """Return the setting of a data set, else that of the run, unless the data set switches that off."""
     value = getattr(config, name, None)
     return of_run if value is None and name not in getattr(config, "switched_off", ()) else value
 

@@ -52,15 +52,15 @@ MAX_EXPIRED = 10
 class AsyncRolloutWorker(GroupStream):
     """Keeps groups of ``data_buffer`` in flight, at most ``concurrency``, and as many waiting to be consumed.
 
-    Groups begin as slots become free and ``--max-staleness`` allows. The worker runs on the process's asyncio loop and
-    has no thread of its own; ``start``, ``stop``, ``wake``, ``get_completed_groups``, ``queue_size`` and ``unconsumed``
+    Groups begin as slots become free and ``--max-staleness`` allows. The worker runs on the process's asyncio loop,
+    not on a separate thread; ``start``, ``stop``, ``wake``, ``get_completed_groups``, ``queue_size`` and ``unconsumed``
     may be called from any other thread.
     """
 
     turns_between = 3
     """Turns of the event loop after which the samples of a new group hold a slot or wait for one."""
     generates_copies = True
-    """What the data source saves must not change while it is written."""
+    """The samples that the data source saves must not change while they are written."""
 
     def __init__(self, args: Args, data_buffer: Any, concurrency: int | None = None) -> None:
         args = with_defaults(args)
@@ -70,17 +70,17 @@ class AsyncRolloutWorker(GroupStream):
         self.rollout_id = args.start_rollout_id or 0
         self.keeps_dropped = args.rollout_all_samples_process_path is not None
         self.given_back: dict[int, Group] = {}
-        """What the data source has taken back since the rollout began."""
+        """The groups that the data source has taken back since the rollout began."""
         self._aborted_under: int | None = None
         self._aborted_groups: Counter[int] = Counter()
-        """How often groups were aborted without a reason under these weights."""
+        """The number of times that groups were aborted without a reason under these weights."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forget_clock: Callable[[], None] | None = None
 
     # Start and stop
 
     def serves(self, args: Args, data_source: Any) -> bool:
-        """Whether it is the worker for these: the same data source, and arguments of the same values."""
+        """Return True if it is the worker for these: the same data source, and arguments of the same values."""
         return self.data_source is data_source and (args is self.args or vars(args) == vars(self.args))
 
     def start(self) -> None:
@@ -282,7 +282,7 @@ class AsyncRolloutWorker(GroupStream):
         """True when engines may have aborted a group to take new weights: once per group and version.
 
         A generate function that always aborts is therefore seen for what it is the second time. Groups that have no
-        number cannot be told apart: of them as many as are in flight.
+        number cannot be distinguished: of them as many as are in flight.
         """
         mode, version = self.args.weight_sync_pause_mode, self.clock.step
         aborts = mode == "abort" or (mode == "auto" and self.args.rollout_external)

@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 60.0
 FINISH_GRACE_S = 10.0
-"""How long groups may take to return once the engines were stopped and pending rewards left behind."""
+"""Time in which groups have to return once the engines were stopped and pending rewards left behind."""
 WAITING_NOTE_S = 60.0
-"""How often a rollout with nothing in flight logs what it waits for."""
+"""Interval at which a rollout with nothing in flight logs what it waits for."""
 
 
 Generate = Callable[[Any, GroupJob], Awaitable[Group]]
@@ -114,7 +114,7 @@ class GroupStream(HeldGroups):
     """Turns of the event loop between the starts of two groups: to start thousands at once would keep it from the first
     replies, and their slots empty."""
     generates_copies = False
-    """Whether the samples that were drawn stay as they are. Else they are what is generated: rewards may be pending."""
+    """True if the samples that were drawn stay as they are. Else they are what is generated: rewards may be pending."""
     keeps_dropped = True
 
     def __init__(self, args: Args, generate: Generate, dynamic_filter: Callable[..., Any] | None) -> None:
@@ -134,12 +134,12 @@ class GroupStream(HeldGroups):
         self._no_prompts = False
         self._filler: asyncio.Task[None] | None = None
         self._slots: RequestSlots | None = None
-        """What groups in flight wait for; None: a plug-in's own semaphore."""
+        """The slots that groups in flight wait for; None: a plug-in's own semaphore."""
         self._room, self._change = asyncio.Event(), asyncio.Event()
 
     @property
     def ahead(self) -> int:
-        """How many groups are consumed before one that begins now, counted from the start of ``rollout_id``."""
+        """The number of groups consumed before one that begins now, counted from the start of ``rollout_id``."""
         return len(self.taken) + len(self.completed) + len(self.in_flight)
 
     @property

@@ -22,7 +22,7 @@ _SHARED = ("multimodal_inputs", "multimodal_train_inputs")
 _UNCHANGING = frozenset({type(None), bool, int, float, str, Sample.Status})
 
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")
-"""What rollouts note in a sample's metadata."""
+"""Keys that rollouts set in a sample's metadata."""
 _OF_A_PROMPT = (
     "group_index",
     "index",
@@ -72,7 +72,7 @@ def copy_group(group: Any) -> Any:
 
 
 def copy_sample(sample: Sample) -> Sample:
-    """Return a copy of one sample with lists, counters and metadata of its own."""
+    """Return a copy of one sample with its own lists, counters and metadata."""
     new = _shallow(sample)
     for name, value in sample.__dict__.items():
         if type(value) in _UNCHANGING:
@@ -80,7 +80,7 @@ def copy_sample(sample: Sample) -> Sample:
         if isinstance(value, list):
             new.__dict__[name] = value.copy()
         elif name == "trace" and isinstance(value, dict) and isinstance(value.get("events"), list):
-            new.__dict__[name] = {**value, "events": value["events"].copy()}  # events do not change once they are there
+            new.__dict__[name] = {**value, "events": value["events"].copy()}  # events do not change once they exist
         elif isinstance(value, dict):
             new.__dict__[name] = value.copy() if name in _SHARED else _copy_dict(value)
         elif isinstance(value, (Sample.SpecInfo, Sample.PrefixCacheInfo)):
@@ -165,7 +165,7 @@ def reset_items(group: Group, is_too_old: Callable[[Any], bool]) -> int:
 def note_prompt(result: Any, prompt: Any) -> None:
     """Keep what the first sample of a fan-out, a new object, lacks of ``prompt``: the fan-out may be reset to it."""
     first = next(iter_samples(result), prompt)
-    if first is prompt or not isinstance(result, list) or result is prompt:  # a fan-out that came back, the last
+    if first is prompt or not isinstance(result, list) or result is prompt:  # a fan-out that was returned, the last
         return
     blank: tuple[Any, ...] = (None, "", {})
     lacks = {name: getattr(prompt, name) for name in _OF_A_PROMPT if getattr(first, name) in blank}
@@ -178,7 +178,7 @@ def note_prompt(result: Any, prompt: Any) -> None:
 
 
 def prompt_of(item: Any) -> Any:
-    """Return a sample without its response; of a fan-out the first one stands for the one that it was made of."""
+    """Return a sample without its response; of a fan-out the first one replaces the one that it was made of."""
     sample = without_response(next(iter_samples(item)))
     if not isinstance(item, list):
         return sample
@@ -215,10 +215,10 @@ class GroupJob:
     failures: int = 0
     expired: int = 0
     was_finished: bool = False
-    """Whether nothing was left to generate when it began."""
+    """True if nothing was left to generate when it began."""
     was_held: int = 0
     why: str = ""
-    """How often it was given up, and what for the last time."""
+    """The number of times that it was given up, and the last reason."""
     started: float = 0.0
 
     def begin(
@@ -259,7 +259,7 @@ class GroupJob:
 
 
 def job_of(task: asyncio.Task[Any]) -> GroupJob:
-    """Return the job whose group ``task`` generates; one of its own for any other task."""
+    """Return the job whose group ``task`` generates; a new one for any other task."""
     return _jobs.get(task) or GroupJob([])
 
 
@@ -287,7 +287,7 @@ _WAITS_FOR = {
     "generate_and_rm": "a free slot or its generate function",
     "generate_and_rm_group": "the others of its group",
 }
-"""What a sample waits for, by the innermost span of its trace that is open."""
+"""Innermost open span of a sample's trace -> what the sample waits for."""
 
 
 def describe_waits(group: list[Sample]) -> str:

@@ -33,7 +33,7 @@ class HeldGroups(ABC):
         self._services: dict[str, Service] = {}
         self._paused_for: str | None = None
         self._probe: asyncio.TimerHandle | GroupJob | None = None
-        """What the service that is down will be asked, or is asked, next."""
+        """The next try of the service that is down: the timer of one, or the group of one in progress."""
         self._tries_a_new_one = False
 
     @property

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher behind ``--rm-url`` says how likely it finds what the student wrote.
+"""On-policy distillation: a teacher behind ``--rm-url`` returns the log-probs of what the student wrote.
 
 ``reward_func`` (``--custom-rm-path``) asks an SGLang server, ``post_process_rewards``
 (``--custom-reward-post-process-path``) makes ``teacher_log_probs`` of its reply. Rewards are zero: what trains is the

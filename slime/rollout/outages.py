@@ -1,11 +1,11 @@
 """Services that generation needs and slime does not run: judges, search indices, sandboxes, remote rewards.
 
-The rule that tells an item that always fails from a service that fails for all:
+The rule that distinguishes an item that always fails from a service that fails for all:
 
 * A failure is held, and counts against its item once another one of the same service succeeds after it.
 * A service is down when all that was asked of it since its last success has failed: at least ``LEAST`` items that had
-  not failed before, and no fewer than are still under way. It is then asked with one item after a growing pause, a new
-  one and a held one in turn. What failed meanwhile counts against no item; the first success ends the outage.
+  not failed before, and no fewer than are still in progress. It is then tried with one item after a growing pause, a
+  new one and a held one in turn. What failed meanwhile counts against no item; the first success ends the outage.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ServiceOutage(RuntimeError):
 
 
 def is_of_service(error: BaseException, own_urls: Iterable[str] = ()) -> bool:
-    """Return whether ``error`` says that a service cannot be reached or does not do its work.
+    """Return whether ``error`` means that a service cannot be reached or does not do its work.
 
     Servers at ``own_urls`` are none: slime runs them.
     """
@@ -68,7 +68,7 @@ def service_of(group: Any, default: str) -> str:
 
 @dataclass
 class Service:
-    """What is known of one service. Times are those of the running event loop."""
+    """The known state of one service. Times are those of the running event loop."""
 
     name: str
     timeout_s: float
@@ -88,7 +88,7 @@ class Service:
         return self.is_down
 
     def goes_down(self) -> None:
-        """Say that it fails for all."""
+        """Report that it fails for all."""
         self.is_down, self.pause_s = True, FIRST_PAUSE_S
         logger.warning(
             "%s fails for all, and generation pauses: it is tried again after %g s, then after growing waits, for "
@@ -96,7 +96,7 @@ class Service:
         )  # fmt: skip
 
     def next_pause(self) -> float:
-        """Return how long to wait before it is asked again. Raises ServiceOutage when it has been down for too long."""
+        """Return how long to wait before it is tried again. Raises ServiceOutage when it has been down for too long."""
         down_s = self._down_s()
         if down_s >= self.timeout_s:
             raise ServiceOutage(
@@ -142,7 +142,7 @@ class AwaitedService(Service):
         self.failed(with_users_line(error), len(self.waiting), self.under_way - len(self.waiting))
 
     async def another_try(self, item: int, error: Exception) -> None:
-        """Return when ``item`` may be asked again: after a growing pause, or when another one succeeded.
+        """Return when ``item`` may be tried again: after a growing pause, or when another one succeeded.
 
         Raises ServiceOutage, from ``error``.
         """

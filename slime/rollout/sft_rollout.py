@@ -82,7 +82,7 @@ def generate_rollout(
 
 
 def _is_too_long(args: Args, sample: Sample) -> bool:
-    """Whether a conversation, or the part of it before the first trained token, exceeds the limit of its flag."""
+    """True if a conversation, or the part of it before the first trained token, exceeds the limit of its flag."""
     limits = (
         (args.rollout_max_context_len, len(sample.tokens)),
         (args.rollout_max_prompt_len, len(sample.tokens) - sample.response_length),

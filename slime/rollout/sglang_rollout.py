@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 class GenerateState(Bookkeeping, metaclass=SingletonMeta):
-    """What all requests of this process share: tokenizer, limits, the groups in flight of the current rollout.
+    """State that all requests of this process share: tokenizer, limits, the groups in flight of the current rollout.
 
     A class that users patch in its place needs ``semaphore``, ``aborted`` and ``dp_rank_context`` for
     ``generate_and_rm``.
@@ -92,7 +92,8 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         self.reset()
 
     def serves(self, args: Args) -> bool:
-        """Whether requests with ``args`` share this state: all do while some are in flight, then those with its values.
+        """Return True if requests with ``args`` share this state: while some are in flight all do, then those with its
+        values.
 
         A generate function may pass a changed copy of the arguments on; its requests count with the others.
         """
@@ -102,7 +103,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
 
     @property
     def is_busy(self) -> bool:
-        """True when a request holds a slot or waits for one; a semaphore of a plug-in's own does not say."""
+        """True when a request holds a slot or waits for one; a semaphore of a plug-in does not report it."""
         slots = self.semaphore
         return not isinstance(slots, RequestSlots) or slots.in_flight > 0 or slots.waiting > 0
 
@@ -120,7 +121,7 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
             yield self.dp_rank
 
     def submit_generate_tasks(self, samples: list[list[Sample]]) -> None:
-        """Start one task per group, for rollout functions with a loop of their own."""
+        """Start one task per group, for rollout functions with their own loop."""
         for group in samples:
             self.pendings.add(GroupJob(group).begin(functools.partial(generate_job, self.args)))
         self.remaining_batch_size += len(samples)
@@ -163,7 +164,7 @@ async def generate_rollout_async(
 ) -> tuple[RolloutFnTrainOutput, list[list[Sample]]]:
     """Return ``rollout_batch_size`` groups that pass the dynamic filter, and the groups to hand back to the source.
 
-    Groups are ordered by their first sample's index. Whatever happens, nothing stays in flight; on failure the state's
+    Groups are ordered by their first sample's index. In any case nothing stays in flight; on failure the state's
     ``unused`` has the groups that were drawn, to be handed back.
     """
     args = with_defaults(args)
@@ -200,7 +201,7 @@ async def generate_job(args: Args, job: GroupJob) -> list[Any]:
     """Generate and score the group of ``job``; return its result."""
     attempt, params = job.ended, GenerateState(args).sampling_params.copy()
     group = await generate_and_rm_group(args, job.group, params, evaluation=False)
-    if job.ended is attempt:  # else the group has begun again, and this task goes on though it was cancelled
+    if job.ended is attempt:  # else the group has begun again, and this task continues though it was cancelled
         job.result = group
     return group
 

@@ -48,7 +48,7 @@ _GROWS = (
     "prefix_cache_info",
     "status",
 )
-"""What an engine's reply changes of a sample."""
+"""The fields of a sample that an engine's reply changes."""
 
 
 async def generate_streaming(

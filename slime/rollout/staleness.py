@@ -1,8 +1,8 @@
-"""How old tokens are when they are trained on, in training steps.
+"""The age of tokens when they are trained on, in training steps.
 
-A step is a rollout that has been trained on. The engines number their weights by versions; the driver says after every
-push which version holds the weights of which step (``WeightClock``). Rollout ``r`` is trained on weights of step ``r``,
-so its tokens of weights of step ``s`` lag by ``r - s``.
+A step is a rollout that has been trained on. The engines number their weights by versions; the driver reports after
+every push which version holds the weights of which step (``WeightClock``). Rollout ``r`` is trained on weights of step
+``r``, so its tokens of weights of step ``s`` lag by ``r - s``.
 
 Where it is not certain which weights made a token, the oldest that can have made it count.
 """
@@ -22,7 +22,7 @@ UNKNOWN_WEIGHTS = -1
 
 
 class WeightClock:
-    """Which training step made which version of the engines' weights. Thread-safe.
+    """The training step that made each version of the engines' weights. Thread-safe.
 
     ``step`` is that of the newest version, None before the first push and in runs that push none.
     """
@@ -35,7 +35,7 @@ class WeightClock:
         self._lock = threading.Lock()
 
     def publish(self, version: int | str, step: int) -> None:
-        """Say that every engine now holds ``version``, the weights after training on all rollouts before ``step``."""
+        """Note that every engine now holds ``version``, the weights after training on all rollouts before ``step``."""
         with self._lock:
             self._version, self.step = str(version), step
             self._steps[str(version)] = step
@@ -51,7 +51,7 @@ class WeightClock:
     def least_step_of(self, version: Any) -> int | None:
         """Return the step of ``version``, or the least it can have when it is not known; None before the first push.
 
-        Engines hold a higher version a moment before the driver says so: it is at least as new as the newest. Any
+        Engines hold a higher version a moment before the driver reports it: it is at least as new as the newest. Any
         other one was never pushed (an engine that lost its weights): ``UNKNOWN_WEIGHTS``.
         """
         with self._lock:
@@ -191,7 +191,7 @@ def trained_steps(sample: Sample, clock: WeightClock) -> Iterator[tuple[int | No
 
 
 def oldest_step(samples: Any, clock: WeightClock, default: int | None) -> int | None:
-    """Return the step of the oldest trained token of nested samples; ``default`` stands for tokens of unknown origin.
+    """Return the step of the oldest trained token of nested samples; ``default`` is that of tokens of unknown origin.
 
     None when nothing is known of any.
     """
@@ -205,7 +205,7 @@ def mask_older_versions(samples: Any) -> int:
     """Leave the tokens out of the loss that are, or may be, older than the newest weights in their sample; return how
     many. For samples with stamped steps.
 
-    ``--mask-offpolicy-in-partial-rollout`` for responses that went on under new weights.
+    ``--mask-offpolicy-in-partial-rollout`` for responses that continued under new weights.
     """
     masked = 0
     for sample in iter_samples(samples):

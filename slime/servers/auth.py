@@ -37,7 +37,7 @@ def ensure_api_key(args: Args, host: str | None = None) -> str:
 
 
 def is_key(given: str | None, key: str) -> bool:
-    """True when ``given`` is ``key``, compared in a time that says nothing of the key."""
+    """True when ``given`` is ``key``, compared in a time that reveals nothing of the key."""
     return given is not None and hmac.compare_digest(given.encode(errors="surrogateescape"), key.encode())
 
 

@@ -1,4 +1,4 @@
-"""Where an aiohttp application listens, with bounds that a flood of connections does not exceed.
+"""A site (listening socket) of an aiohttp application, with bounds that a flood of connections does not exceed.
 
 A connection that sends no whole request in time is closed. Where there are as many connections as may be, the one that
 has waited longest without a request at work gives way to a new one, so that the server stays reachable. A process that
@@ -33,7 +33,7 @@ HEADER_DEADLINE_S = 20.0
 """For the first request of a connection to arrive, up to its body."""
 KEEP_ALIVE_S = 75.0
 WRITE_DEADLINE_S = 300.0
-"""For a client to go on reading an answer."""
+"""For a client to continue reading an answer."""
 MOST_CONNECTIONS = 4096
 BACKLOG = 128
 ACCEPT_PAUSE_S = 0.5
@@ -147,7 +147,7 @@ noted.tells_connections = True  # type: ignore[attr-defined]
 
 
 def tells_connections(app: web.Application) -> bool:
-    """Return whether a middleware of ``app`` tells connections of its requests, as ``browser_guard`` does."""
+    """Return whether a middleware of ``app`` reports requests to their connections, as ``browser_guard`` does."""
     return any(getattr(middleware, "tells_connections", False) for middleware in app.middlewares)
 
 

@@ -246,7 +246,7 @@ class EngineClient:
     def load_lora_adapter_from_tensors(
         self, *, lora_name: str, config_dict: dict[str, Any], serialized_named_tensors: Sequence[str]
     ) -> None:
-        """Load an adapter under a new name; requests go on. Of an engine that runs with ``--enable-lora``.
+        """Load an adapter under a new name; requests continue. Of an engine that runs with ``--enable-lora``.
 
         Args:
             lora_name: as requests may name it.
@@ -265,7 +265,7 @@ class EngineClient:
         )
 
     def update_weight_version(self, version: str) -> None:
-        """Set the version that the engine reports, without a change of its weights; requests go on."""
+        """Set the version that the engine reports, without a change of its weights; requests continue."""
         self._weights_call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def weights_checker(self, action: WeightCheck) -> dict[str, Any]:

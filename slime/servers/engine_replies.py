@@ -1,4 +1,4 @@
-"""What a reply to a ``/generate`` request must have."""
+"""Checks of the replies to ``/generate`` requests, and the fields that they must have."""
 
 from __future__ import annotations
 

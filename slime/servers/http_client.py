@@ -93,7 +93,7 @@ class HttpClient:
         self.refused = 0
         self.answers = EngineAnswers()
         self.fetch: Fetch = self.fetch_here
-        """How requests are sent whose answers do not come as events: from here, or from other nodes (``posters``)."""
+        """Sends the requests whose answers do not come as events: from here, or from other nodes (``posters``)."""
 
     def trust(self, url: str) -> None:
         """Send the API key to the host and port of ``url`` from now on."""
@@ -372,7 +372,7 @@ class HttpClient:
         return reply
 
     def _abort_unless_left(self, base: str, rid: _AttemptId | None) -> None:
-        """Begin to abort a request that has an id of its own, unless the caller is about to abort everything."""
+        """Begin to abort a request that has its own id, unless the caller is about to abort everything."""
         if rid is None or base in self._left_to_caller:
             return
         task = asyncio.get_running_loop().create_task(self._abort(base, rid.current))
@@ -382,7 +382,7 @@ class HttpClient:
     async def _abort(self, base: str, rid: str) -> None:
         """Abort request ``rid`` on every engine behind ``base``.
 
-        Where one cannot be reached, the list of them may be older than a restart: those of a new one are told too.
+        Where one cannot be reached, the list of them may be older than a restart: those of a new one get the abort too.
         """
         told: set[str] = set()
         try:

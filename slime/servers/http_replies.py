@@ -110,7 +110,7 @@ def engine_of(worker_url: str) -> str:
 
 
 def answering_engine(reply: aiohttp.ClientResponse | WholeReply) -> str | None:
-    """Return which engine gave an answer, as smg says in a header; None of a router that does not."""
+    """Return which engine gave an answer, as smg reports in a header; None of a router that does not."""
     named = reply.headers.get("x-smg-routed-worker-id")
     return engine_of(named) if named and named.startswith("http") else None
 
@@ -148,7 +148,7 @@ def check_status(reply: aiohttp.ClientResponse | WholeReply, raw: bytes, attempt
 
 
 def is_lost_upstream(status: int, text: str) -> bool:
-    """True when a 500 says that an engine was lost on the way: others may serve.
+    """True when a 500 means that an engine was lost on the way: others may serve.
 
     The codes of a broken connection are sglang-router's (``call_upstream_request_error``,
     ``read_response_body_failed``, ...); the sentences are those of a prefill or decode engine whose partner died, or
@@ -157,13 +157,13 @@ def is_lost_upstream(status: int, text: str) -> bool:
     return status == 500 and any(sign in text for sign in _LOST_UPSTREAM)
 
 
-# Answers that come as server-sent events, of which each repeats what the earlier ones said
+# Answers that come as server-sent events, of which each repeats the earlier ones
 
 
 class LatestEvents:
     """Iterates over the JSON values of one answer: always the latest at hand, because it repeats the earlier ones.
 
-    The end of the answer is its event ``[DONE]`` or an error; ``ended`` says whether it was reached. Lines that are no
+    The end of the answer is its event ``[DONE]`` or an error; ``ended``: it was reached. Lines that are no
     JSON are skipped with a warning. Raises HttpRequestError for an event that reports an error, HttpTimeoutError when
     nothing comes for ``timeout`` s, and StreamLostError when the connection ends before the answer, or the error is of
     the kind that says "later".
@@ -178,7 +178,7 @@ class LatestEvents:
 
     @property
     def engine_url(self) -> str | None:
-        """Which engine answers; None where the router does not say."""
+        """The URL of the engine that answers; None where the router does not report it."""
         return answering_engine(self._reply)
 
     def __aiter__(self) -> LatestEvents:

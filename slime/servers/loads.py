@@ -1,4 +1,4 @@
-"""How many requests an engine holds, and how many of them wait, from its reply to ``GET /v1/loads``."""
+"""The number of requests that an engine holds, and of those that wait, from its reply to ``GET /v1/loads``."""
 
 from __future__ import annotations
 

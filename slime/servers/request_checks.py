@@ -1,4 +1,4 @@
-"""What is checked of every request to a server of slime, before anything of it is believed.
+"""Checks of every request to a server of slime, before anything of it is believed.
 
 Web pages make browsers send requests to this host: those are known by their ``Origin``, by a ``Host`` that is no name
 of this host (DNS rebinding), and by content types that need no permission of the server.

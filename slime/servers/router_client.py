@@ -104,5 +104,5 @@ def remove_worker(router_url: str, engine_url: str, *, api_key: str | None = Non
 
 
 def _ranks(worker: dict[str, Any]) -> int:
-    """How many entries the router makes of the engine of ``worker``."""
+    """Return how many entries the router makes of the engine of ``worker``."""
     return int(worker.get("dp_size", 1)) if engine_of(worker["url"]) != worker["url"] else 1

@@ -1,4 +1,4 @@
-"""What the planes know about a running engine."""
+"""The data of a running engine that the driver, the trainers and the rollout manager share."""
 
 from __future__ import annotations
 

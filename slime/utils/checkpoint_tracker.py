@@ -64,7 +64,7 @@ def check_absence(root: str | Path) -> None:
     noted = _noted(root)
     if not path.is_file() and noted and _NONE not in noted:
         raise DamagedFile(
-            f"{path} is gone: a checkpoint was saved there. Write the iteration to go on from to it "
+            f"{path} is gone: a checkpoint was saved there. Write the iteration to resume from to it "
             f"({_iterations(root)}), and remove {Path(root) / NOTE}; to start afresh, remove that alone"
         )
 

@@ -116,7 +116,7 @@ _PLACEHOLDER = re.compile("<(image|video|audio)>")
 
 
 def _is_media(value: Any) -> bool:
-    """Whether the value of a column is media: a text may be the name of something else, such as a container's image."""
+    """Return True if the value of a column is media: a text may name something else, such as a container's image."""
     if isinstance(value, str):
         return value.startswith(("data:", "http://", "https://")) or value.lower().endswith(_MEDIA_ENDINGS)
     return isinstance(value, list | dict | bytes) and bool(value)
@@ -186,7 +186,7 @@ def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, limit
         except Exception:  # noqa: BLE001  (templates raise what they like; a plug-in may read such a list)
             lengths.append(None)
             continue
-        # A token stands for one byte at least: what is short enough in bytes need not be counted in tokens.
+        # A token is one byte at least: what is short enough in bytes need not be counted in tokens.
         size = len(text.encode("utf-8", "replace"))
         lengths.append(size)
         if size > limit:

@@ -27,14 +27,14 @@ DERIVED: dict[str, Any] = {
     "serve_only": False,
     "use_critic": False,
 }
-"""What the rules set that is no flag: the value for a run that was told nothing."""
+"""Attributes that the rules set and that are no flags: the values of a run without any flag."""
 
 
 def with_defaults(args: Args) -> Args:
     """Return ``args``, after setting every declared flag that it lacks to its default, in place.
 
     Flags that have no default, such as ``--hf-checkpoint``, stay absent. An object that takes no further attributes is
-    replaced by a namespace with all of its own. Parsed arguments, and None, are returned as they are.
+    replaced by a namespace with all of its attributes. Parsed arguments, and None, are returned as they are.
     """
     if args is None or hasattr(args, PARSED):
         return args

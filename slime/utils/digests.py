@@ -1,6 +1,6 @@
 """Digests written with what a run saves, and compared when it is loaded: xxh3-128 as hex digits.
 
-Of a directory they are in its ``digests.json``; a JSON object of its own carries its digest within (``seal``). What has
+Of a directory they are in its ``digests.json``; a separate JSON object carries its digest within (``seal``). What has
 none was written by slime <= 0.3.1 or another program, and is not compared.
 """
 
@@ -35,7 +35,7 @@ def digest(path: Path) -> str:
 
 @dataclass(frozen=True)
 class Listed:
-    """``files``: path below the directory -> digest. ``beside``: files elsewhere, with digests of their own.
+    """``files``: path below the directory -> digest. ``beside``: files elsewhere, with separate digests.
 
     ``of``: the name of the directory, but for an ending.
     """

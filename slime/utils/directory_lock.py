@@ -39,7 +39,7 @@ class HeldByAnother(RuntimeError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told from a later one of the same number by ``ticks``, the time of its start in the kernel's count.
+    """A process; a later one of the same number differs in ``ticks``, the time of its start in the kernel's count.
 
     ``boot``: of its machine. ``pids``: the namespace that its number is of. ``since``: when it took the lock.
     """
@@ -147,7 +147,7 @@ class DirectoryLock:
         before = Owner.parse(text)
         alive = None if before is None else before.is_alive()
         if before is not None and before.boot == self._owner.boot and self._exclusive:
-            alive = False  # this kernel would know of its lock, whatever container it is in
+            alive = False  # this kernel would know of its lock, in any container
         if alive is None:
             alive = self._beats(fd)
         if alive:

@@ -41,7 +41,7 @@ def control_group() -> Any:
     """Return the group for objects and barriers of all ranks: over gloo, also where the default group is NCCL's.
 
     Ranks that wait within NCCL keep their GPU busy, which engines may share, and are ended by its watchdog. None, which
-    is the default group, where that is gloo's, and where nobody has called :func:`init_gloo_group`.
+    is the default group, where that is gloo's, and where :func:`init_gloo_group` has not been called.
     """
     return None if dist.get_backend() == "gloo" else _gloo_group
 
@@ -49,7 +49,7 @@ def control_group() -> Any:
 def share_gloo_device() -> None:
     """Give all gloo groups that this process makes from now on the network device of the first.
 
-    A device is a thread that wakes up a hundred times a second. torch starts one for each group, and Megatron makes
+    A device is a thread that runs a hundred times a second. torch starts one for each group, and Megatron makes
     twenty groups: an idle trainer rank would take 5 % of a core.
     """
     from torch.distributed import distributed_c10d
@@ -81,9 +81,9 @@ _served: WeakValueDictionary[tuple[str, int], Any] = WeakValueDictionary()
 def open_store(init_method: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Any, int, int]:
     """Return the store of ``tcp://host:port``, ``file:///path`` or ``env://``, and the rank and size found there.
 
-    That of rank 0 at ``tcp://`` listens on ``host`` only; torch's own listens on every interface, and asks nobody who
-    he is. It is left so where the host is a name, which may mean something else on other hosts. A file can be opened
-    by those who have the right to: ranks of one host should meet at one.
+    That of rank 0 at ``tcp://`` listens on ``host`` only; torch's own listens on every interface, without
+    authentication. It is left so where the host is a name, which may mean something else on other hosts. A file can
+    be opened by those who have the right to: ranks of one host should meet at one.
     """
     from torch.distributed.distributed_c10d import rendezvous
 

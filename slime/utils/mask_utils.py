@@ -1,7 +1,7 @@
 """Token ids and loss masks of multi-turn conversations: 1 on what the assistant wrote, 0 elsewhere.
 
 The conversation is rendered once, by the tokenizer's own chat template, and tokenized once; the assistant's turns are
-found in that text. So the ids are exactly those the model sees, whatever the template does to earlier turns. Where a
+found in that text. So the ids are exactly those the model sees, also where the template changes earlier turns. Where a
 turn begins as the generation prompt does (the header, and the ``<think>`` of some templates), that part is not trained.
 """
 
@@ -25,7 +25,7 @@ QUESTION = {"role": "user", "content": "?"}
 
 
 class Turn(NamedTuple):
-    """Where a turn of the assistant is in a text: its header, what is trained of it, and its end."""
+    """Position of a turn of the assistant in a text: its header, what is trained of it, and its end."""
 
     header: int
     start: int
@@ -41,7 +41,7 @@ class MultiTurnLossMaskGenerator:
     """Builds ids and masks with the chat template of ``tokenizer``.
 
     ``tokenizer_type`` is the family: ``qwen``, ``qwen3``, ``qwen3_5`` (ChatML turns) or ``distill_qwen`` (the last
-    message is the response, the others are the prompt), which ``qwen`` stands for where the template is that of
+    message is the response, the others are the prompt), which ``qwen`` means where the template is that of
     R1-Distill. A message with ``step_loss_mask`` other than 1 is not trained.
     """
 
@@ -124,7 +124,7 @@ class MultiTurnLossMaskGenerator:
     ) -> tuple[list[int], list[int]]:
         """Mask ids that a processor made of the conversation: the rendered turns are found in them one by one.
 
-        Media may have tokens of their own outside of the assistant's turns. Raises ValueError for a turn that is not in
+        Media may have additional tokens outside of the assistant's turns. Raises ValueError for a turn that is not in
         the ids as the template renders it.
         """
         ids = list(input_ids)
@@ -193,7 +193,7 @@ class MultiTurnLossMaskGenerator:
         return whole + text[position:], moved
 
     def _behind_prompt(self, text: str, start: int) -> int:
-        """Where what the generation prompt has behind its header ends in a turn that starts at ``start``.
+        """Return the end of what the generation prompt has behind its header, in a turn that starts at ``start``.
 
         A line that only begins like one of the prompt is the turn's own. A prompt that switches thinking off
         (``<think>``, empty, ``</think>``) has the first line of a turn that thinks.
@@ -249,7 +249,7 @@ def _is_trained(label: int, wanted: Sequence[bool]) -> int:
 def _moved(
     rendered: list[int], labels: list[int], ids: list[int], wanted: list[bool], marker: list[int]
 ) -> list[int] | None:
-    """Return the mask of ``ids``, in which the labelled turns of ``rendered`` are; None where they are not.
+    """Return the mask of ``ids``, in which the labeled turns of ``rendered`` are; None where they are not.
 
     The nth ``marker``, with which turns of all roles begin, is the same in both.
     """

@@ -1,4 +1,4 @@
-"""Whether values that came from outside are numbers. ``True`` is none, and neither are infinity and NaN."""
+"""Check that values that came from outside are numbers. ``True`` is none, and neither are infinity and NaN."""
 
 from __future__ import annotations
 

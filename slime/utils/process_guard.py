@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their owner, whatever ends it.
+"""Child processes that cannot outlive their owner, however that ends.
 
 ``spawn`` starts a command under a small supervisor: when this process ends, by SIGKILL too, the command and everything
 it started (daemons such as ``torch_shm_manager`` included) end within seconds. ``guard_self`` does the same for what a

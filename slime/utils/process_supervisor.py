@@ -140,7 +140,7 @@ class _Owner:
         try:
             self.socket.sendall(line.encode() + b"\n")
         except OSError:
-            return  # the owner is gone; the caller finds out by itself
+            return  # the owner is gone, as the caller finds out
 
     def wait(self, wakeup_fd: int | None) -> float | None:
         """Wait up to half a second. Return the grace in seconds when the end has come, else None.

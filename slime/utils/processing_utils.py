@@ -42,7 +42,7 @@ def load_processor(name_or_path: str, **kwargs: Any) -> Any:
 def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the keyword arguments of a processor call that yields tensors for images and videos, lists for text.
 
-    ``multimodal_inputs`` are passed on; options that it has of its own, for images say (``images_kwargs``), are kept.
+    ``multimodal_inputs`` are passed on; options in it, for images say (``images_kwargs``), are kept.
     """
     kwargs = dict(multimodal_inputs or {})
     kwargs["text_kwargs"] = {**kwargs.get("text_kwargs", {}), **_KEPT_IN_TEXT}

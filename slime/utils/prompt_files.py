@@ -128,7 +128,7 @@ def _read_json(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether ``value`` is nested deeper than what copies and renders it by recursion can take."""
+    """Return True if ``value`` is nested deeper than what copies and renders it by recursion can take."""
     level = [value]
     for _ in range(_DEEPEST):
         level = [
@@ -195,7 +195,7 @@ def _batches(table: pyarrow.parquet.ParquetFile) -> Iterator[pyarrow.RecordBatch
 
 
 def _differs(array: pyarrow.Array) -> bool:
-    """Whether a column has structs with null keys, or maps, which are few: most need no second look at each value."""
+    """Return True if a column has structs with null keys, or maps. Few do: most need no second look at each value."""
     from pyarrow import types
 
     if types.is_struct(array.type):

@@ -1,4 +1,4 @@
-"""The run's key goes with every request to the run's own servers, whatever HTTP client sends it, and nowhere else.
+"""The run's key goes with every request to the run's own servers, from every HTTP client, and nowhere else.
 
 Code written for servers without a key asks the router by aiohttp, httpx (the openai package), requests or urllib, with
 no ``Authorization`` or with a stand-in such as ``Bearer EMPTY``. In the process that runs users' functions
@@ -50,7 +50,7 @@ def forget(url: str) -> None:
 
 
 def control_key_for(host: str | None, port: int | None) -> str | None:
-    """Return the second key of the server there; SGLang by itself wants it for aborts too."""
+    """Return the second key of the server there; stock SGLang wants it for aborts too."""
     return _others.get(_place(host, port))
 
 

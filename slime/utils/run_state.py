@@ -1,4 +1,4 @@
-"""What a run finds out after its command line was parsed: attributes of ``args`` that the product sets itself.
+"""Values that a run finds out after its command line was parsed: attributes of ``args`` that the product sets itself.
 
 Hooks and drivers of users read them as ``args.x``, so they are kept there. :func:`record` is their only writer outside
 of ``slime.arguments``.

@@ -1,7 +1,7 @@
-"""What is secret: by the name of a setting, by the form of a value, and by the values that this process knows.
+"""Recognize secrets: by the name of a setting, by the form of a value, and by the values that this process knows.
 
 Names are read as words (``judge_token``, ``openai-key``, ``accessKey``), so that ``max_tokens``, ``tokenizer``,
-``eval_input_key`` and ``keyword`` are none. In a text, whatever it is about, passwords of URLs, secret parameters,
+``eval_input_key`` and ``keyword`` are none. In a text on any subject, passwords of URLs, secret parameters,
 assignments and options, and the well-known forms of keys are found wherever they stand.
 """
 
@@ -106,7 +106,7 @@ def remember(source: Namespace | Mapping[str, Any]) -> None:
 
 
 def _is_telling(value: str) -> bool:
-    """Whether a text that holds ``value`` most likely means it: no path, and no word that stands for a missing key."""
+    """Return True if a text that holds ``value`` most likely means it: no path, and no placeholder of a missing key."""
     is_path = _is_path(value) or (value.startswith("/") and _RANDOM.fullmatch(value) is None)
     return len(value) >= _SHORTEST and not is_path and value.lower() not in _STAND_INS
 
@@ -159,7 +159,7 @@ def public_environment() -> dict[str, str]:
 
 
 def _is_path(value: str) -> bool:
-    """Whether ``value`` names a file that is there: a secret may begin with a slash too."""
+    """Return True if ``value`` names an existing file: a secret may begin with a slash too."""
     return value.startswith("/") and os.path.exists(value)
 
 

@@ -24,7 +24,7 @@ _IN_TEXT = re.compile(r" ?\[slime-error-data:([\w.~%-]+)\]")
 
 
 class ErrorData(TypedDict, total=False):
-    """What an error tells the code that handles it."""
+    """Data of an error for the code that handles it."""
 
     hanging: dict[str, str]
     """URL of each engine that did not answer in a push of weights -> what it could not do; other calls it may answer"""

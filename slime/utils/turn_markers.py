@@ -1,4 +1,4 @@
-"""ChatML's turn markers inside of messages, told apart from those that the chat template writes."""
+"""ChatML's turn markers inside of messages, distinguished from those that the chat template writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PRIVATE_USE = range(0xE000, 0xF900)
 
 
 def without_markers(value: Any) -> tuple[Any, dict[str, str]]:
-    """Return ``value`` with a character in place of each marker in its texts, and which marker each one stands for.
+    """Return ``value`` with a character in place of each marker in its texts, and which marker each one replaces.
 
     Rendered so, every marker in a conversation is the template's own.
     """
@@ -31,7 +31,7 @@ def without_markers(value: Any) -> tuple[Any, dict[str, str]]:
 
 
 def with_markers(written: Mapping[str, str], text: str) -> str:
-    """Return ``text`` with the markers that its characters stand for."""
+    """Return ``text`` with the markers that its characters replace."""
     for character, marker in written.items():
         text = text.replace(character, marker)
     return text

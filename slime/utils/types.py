@@ -32,7 +32,7 @@ class Sample:
     """
 
     class Status(Enum):
-        """Where a sample stands. FAILED is a recoverable problem with possibly valid content; only plugins set it."""
+        """State of a sample. FAILED is a recoverable problem with possibly valid content; only plugins set it."""
 
         PENDING = "pending"
         COMPLETED = "completed"
@@ -415,7 +415,7 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class MultimodalType:
-    """A kind of non-text prompt content and the placeholder that stands for it in a prompt string."""
+    """A kind of non-text prompt content and its placeholder in a prompt string."""
 
     name: str
     placeholder: str

@@ -1,4 +1,4 @@
-"""Which frames of a traceback are the user's own: the line to look at is the last of them."""
+"""Find the frames of a traceback that are the user's own: the line to look at is the last of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line \d+, in .*$')
 
 
 def is_users(filename: str) -> bool:
-    """Whether a source file is neither slime's nor of an installed package."""
+    """Return True if a source file is neither slime's nor of an installed package."""
     elsewhere = any(part in filename for part in _INSTALLED) or filename.startswith((*_STDLIB, _OURS, "<"))
     return not elsewhere
 

@@ -1,4 +1,4 @@
-"""Adapters alone to the engines (``--lora-sync adapter``), which go on generating meanwhile."""
+"""Send only adapters to the engines (``--lora-sync adapter``), which keep generating meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class AdapterTransport:
     """Rank 0 loads the adapters of all ranks into every engine under a new name: ``policy@12-1f3a9c``.
 
     The name is used once: what a push that failed has left on some engines is none of the next one's business. Requests
-    get the adapter when the engine is told its version (``engine_plugin``), which is after all engines have loaded it.
+    get the adapter when the engine is sent its version (``engine_plugin``), which is after all engines have loaded it.
     """
 
     def __init__(self, args: Args) -> None:

@@ -12,7 +12,7 @@ _FIRST_HALF, _SECOND_HALF = ".q_a_proj.", ".kv_a_proj_with_mqa."
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where one tensor lies in a flattened bucket: ``[start_idx, end_idx)`` counts bytes."""
+    """Place of one tensor in a flattened bucket: ``[start_idx, end_idx)`` counts bytes."""
 
     name: str
     shape: torch.Size

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Change(NamedTuple):
-    """What became of one tensor: its encoded changes and the checksum of its new content."""
+    """Change of one tensor: its encoded changes and the checksum of its new content."""
 
     name: str
     encoded: Encoded

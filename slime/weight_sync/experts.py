@@ -1,4 +1,4 @@
-"""Which routed experts an engine rank holds, so that it is handed those alone."""
+"""Routed experts that an engine rank holds, so that it is sent those alone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class ExpertPlaces:
         return cls(ep, num_experts // ep)
 
     def holds(self, rank: int, name: str) -> bool:
-        """Whether the engine's rank needs the tensor with this Hugging Face name."""
+        """Return True if the engine's rank needs the tensor with this Hugging Face name."""
         found = _EXPERT.search(name)
         return found is None or int(found[1]) // self.per_rank == rank % self.ranks

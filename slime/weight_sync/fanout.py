@@ -47,7 +47,7 @@ def late(url: str, deadline_s: float) -> Failure:
 def agree(error: Exception | None) -> None:
     """Collective over the trainer: raise ``WeightSyncError`` on every rank when any of them has an ``error``.
 
-    What fails on one rank must end the push on all, in the same place: otherwise the others wait for it for ever. Every
+    What fails on one rank must end the push on all, in the same place: otherwise the others wait for it forever. Every
     rank gets the data of all of them, and so decides alike.
     """
     mine = None

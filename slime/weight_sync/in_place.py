@@ -53,7 +53,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Prepared:
-    """What leads from the base to the weights of now: ``state`` is their name, ``units`` those of this stage."""
+    """Changes from the base to the present weights: ``state`` names the latter, ``units`` are those of this stage."""
 
     state: str
     sums: dict[str, str]

@@ -302,7 +302,7 @@ def share_of(rank: int, stages: Sequence[tuple[int, Sequence[tuple[str, Sequence
 
 
 def _is_local(url: str) -> bool:
-    """Whether the host of ``url`` is this one."""
+    """Return True if the host of ``url`` is this one."""
     host = urlparse(url).hostname or ""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

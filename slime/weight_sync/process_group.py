@@ -112,7 +112,7 @@ class EngineGroup:
         Args:
             bucket: the tensors, on the device of the group's backend.
             weight_version: the number that the engines report from now on; None leaves it.
-            as_dtype: what the engines are told instead of the tensors' types (``weights.delta.message.DTYPE``).
+            as_dtype: announced to the engines instead of the tensors' types (``weights.delta.message.DTYPE``).
         """
 
         def announce(client: EngineClient) -> None:
@@ -159,7 +159,7 @@ class EngineGroup:
             if time.monotonic() > deadline:
                 clients = self._fanout.clients
                 missing = [c.url for c, future in zip(clients, futures, strict=True) if not future.done()]
-                if 0 < len(missing) < len(clients):  # else it cannot be told who holds it up
+                if 0 < len(missing) < len(clients):  # else it is unknown who holds it up
                     raise failed(what, [late(url, self.timeout_s) for url in missing], len(clients))
                 raise WeightSyncError(
                     f"Weight sync: the broadcast to {what} in group {self.name!r} did not end within "
@@ -196,7 +196,7 @@ class EngineGroup:
 
 
 class _InThread:
-    """One call in a thread of its own, which may never return and then ends with the process."""
+    """One call in a separate thread, which may never return and then ends with the process."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
         self._future: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""What engines of a quantized checkpoint are sent: the tensors of that checkpoint, made of the trainer's weights."""
+"""Tensors that engines of a quantized checkpoint are sent: those of the checkpoint, made of the trainer's weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slime.weights.quantization import Int4, Quantizer
 
 FP8_KERNELS = ((8, 9), (10, 0))
 """Compute capabilities, from and below, whose kernels read FP8 as checkpoints have it. SGLang repacks it for Marlin on
-GPUs before these (``can_auto_enable_marlin_fp8``), and rounds its scales anew on those after (Blackwell). What it does
+GPUs before these (``can_auto_enable_marlin_fp8``), and rounds its scales again on those after (Blackwell). What it does
 to INT4 and to FP8 per tensor, slime's engine plug-in undoes and repeats."""
 
 _of_checkpoint = functools.cache(Quantizer.of_checkpoint)

@@ -42,7 +42,7 @@ class TensorTransport:
         self._slots_group: dist.ProcessGroup | None = None
         self._experts: ExpertPlaces | None = None
         self._spare_draft: bool | None = None
-        """True: the engine's draft model has a checkpoint of its own, whose tensors have the names of the model's."""
+        """True: the engine's draft model has a separate checkpoint, whose tensors have the names of the model's."""
         self._beyond: EngineGroup | None = None
 
     def connect(self, engines: Sequence[EngineInfo], clients: Sequence[EngineClient]) -> None:

@@ -1,4 +1,4 @@
-"""What every transport offers to the updater, and what it must know of the trainer."""
+"""Interface of every transport to the updater, and what it must know of the trainer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Transport(Protocol):
         ...
 
     def prepare(self, source: WeightSource) -> None:
-        """Do what can be done for ``send`` while the engines go on generating."""
+        """Do what can be done for ``send`` while the engines keep generating."""
         ...
 
     def send(self, source: WeightSource, *, weight_version: str) -> int:
@@ -48,7 +48,7 @@ def drain(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """Where this rank stands. ``is_source``: whether it sends those of its pipeline stage (DP, CP, TP rank 0)."""
+    """Position of this rank. ``is_source``: whether it sends those of its pipeline stage (DP, CP, TP rank 0)."""
 
     rank: int
     world_size: int

@@ -17,7 +17,7 @@ from slime.weight_sync.transport import Transport, WeightSource
 class WeightUpdater:
     """One per trainer rank; every method is collective. Only rank 0 controls the engines.
 
-    ``pause_mode``: of ``resolve_pause_mode``; None: the engines go on generating during a push.
+    ``pause_mode``: of ``resolve_pause_mode``; None: the engines keep generating during a push.
 
     Attributes:
         version: number of the last push that every engine confirmed.

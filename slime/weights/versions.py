@@ -100,7 +100,7 @@ def reading(source: Path, local_root: Path, before_read: BeforeRead) -> Iterator
 
 
 def copy_listed(source: Path, target: Path) -> None:
-    """Copy the files of the version ``source`` to ``target``, anew, but for their checksums, which they must have."""
+    """Replace ``target`` by the files of the version ``source``, but for their checksums, which they must have."""
     digests: dict[str, str] = json.loads(read(source / CHECKSUMS))
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -40,7 +40,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass
 class RolloutBuffer:
-    """What the server holds: the queue of the rollout in progress, and the generator that fills it."""
+    """State of the server: the queue of the rollout in progress, and the generator that fills it."""
 
     generators: dict[str, ModuleType]
     max_items: int = 100_000

@@ -1,4 +1,4 @@
-"""Finding generators by their task type, and running one in a process of its own."""
+"""Finding generators by their task type, and running one in a separate process."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class BufferFull(RuntimeError):
 
 @dataclass(frozen=True)
 class GroupFunctions:
-    """What a generator's module may say about groups, which are ``(instance_id, items)``.
+    """Optional functions of a generator's module for groups, which are ``(instance_id, items)``.
 
     ``is_valid_group(group, group_size, task_type)`` is asked after every item: ``(valid, finished)``, or whether a full
     group is valid. ``transform_group(group, task_type)`` returns the group to hand out, and
@@ -49,7 +49,7 @@ class GroupQueue:
     """Holds at most ``max_items`` trajectories. A group is ready when it has ``group_size`` of one ``instance_id``.
 
     A trajectory that is written again (the same ``uid``: its writer had no answer) is held once. With acknowledgement,
-    a batch is handed out again until the next reader says that it has arrived. Tokens must be of a vocabulary of
+    a batch is handed out again until the next reader confirms its arrival. Tokens must be of a vocabulary of
     ``vocab_size`` and rewards that are objects have a number at ``reward_key``, where these are known.
     """
 

@@ -160,7 +160,7 @@ async def _start(args: Args, client: HttpClient, url: str, data_source: Any) -> 
 
 
 def _epochs(args: Args, data_source: Any) -> int:
-    """How often the generator goes through the prompts: as often as the run needs them."""
+    """Return how often the generator goes through the prompts: as often as the run needs them."""
     if args.num_rollout is None or not len(data_source):
         return args.num_epoch or 1
     return math.ceil(args.num_rollout * args.rollout_batch_size / len(data_source))
@@ -218,7 +218,7 @@ async def _check_generator(
 
 @dataclass
 class _Fetched:
-    """What came of a batch: the good groups, the ``instance_id`` of every group, and why each bad one is left out."""
+    """Result of a batch: the good groups, the ``instance_id`` of every group, and why each bad one is left out."""
 
     groups: list[Group] = field(default_factory=list)
     names: list[str] = field(default_factory=list)

@@ -19,7 +19,7 @@ from slime.utils import run_key
 
 
 def send_keys(data: dict[str, Any]) -> None:
-    """Let the HTTP clients of this process send the keys of buffer and engines: a generator may post by itself."""
+    """Let all HTTP clients of this process, also the generator's own, send the keys of buffer and engines."""
     run_key.install()
     engine, buffer = data.get("remote_engine_url"), data.get("remote_buffer_url")
     if isinstance(engine, str):

@@ -1,4 +1,4 @@
-"""What is checked of a trajectory when it is written: all that the rollout function and the trainer need of it."""
+"""Checks of a trajectory when it is written: all that the rollout function and the trainer need of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPTIONAL = {
 
 
 class ItemError(ValueError):
-    """What was written is no trajectory."""
+    """Written data that is no trajectory."""
 
 
 def check_item(item: Any, vocab_size: int | None = None, reward_key: str | None = None) -> None:

@@ -158,7 +158,7 @@ def _without_billing_line(text: str) -> str:
 
 
 def _user_messages(content: Any) -> list[Message]:
-    """Tool results become messages of their own, in their place among the texts."""
+    """Tool results become separate messages, in their place among the texts."""
     messages: list[Message] = []
     texts: list[Any] = []
     for block in _blocks(content):
@@ -201,7 +201,7 @@ def _fold_mid_list_system_into_user(body: Mapping[str, Any]) -> bool:
 
     Chat templates take a system message only at the beginning: the first message stays one when the body has no
     ``system``. A reminder goes to the end of the user message just before it, so that later turns begin as this one;
-    else into the next message if that is the user's, or into one of its own.
+    else into the next message if that is the user's, or into a new one.
     """
     messages, has_prompt = body["messages"], bool(_system_prompt(body.get("system")))
     folded: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What all gateways share: sessions, messages to tokens and back, errors, and how a turn reaches the
+"""The common part of all gateways: sessions, messages to tokens and back, errors, and how a turn reaches the
 engine and the trajectory.
 
 Users replace ``call_sglang_generate`` by patching it here: it is looked up in this module for every turn.
@@ -71,12 +71,12 @@ MAX_RESUMES_WITHOUT_PROGRESS = 20
 
 @dataclass
 class Session:
-    """What a session's turns have in common. ``max_context_tokens`` bounds prompt and answer together; 0: no bound."""
+    """The settings of all turns of a session. ``max_context_tokens`` bounds prompt and answer together; 0: no bound."""
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     max_context_tokens: int = 0
     side_requests: int = field(default=0, compare=False)
-    """How many turns were answered that the ``turn_filter`` did not want recorded."""
+    """The number of turns answered that the ``turn_filter`` did not want recorded."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class BaseAdapter(ProviderFormat):
     and the translated ``messages``.
 
     The session id of a request is its token, which must be that of an open session. One that is called ``default``,
-    for requests without a token, is there for this host only.
+    for requests without a token, is for this host only.
     """
 
     max_tokens_keys: ClassVar[tuple[str, ...]]
@@ -228,14 +228,14 @@ class BaseAdapter(ProviderFormat):
             return web.Response(status=499, reason="Client Closed Request")
         except web.HTTPException:
             raise
-        except Exception as e:  # noqa: BLE001  (it is logged, and the client told)
+        except Exception as e:  # noqa: BLE001  (it is logged, and reported to the client)
             refusal = refusal_of(e)
             return web.json_response(api.error_body(refusal.kind, refusal.message), status=refusal.status)
 
     async def _answer(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
         sid = api.session_id(request, body)
-        with self.inflight.turn(sid) as in_flight:  # before the session is looked at: whoever closes it sees the turn
+        with self.inflight.turn(sid) as in_flight:  # before the session is looked at: who closes it sees the turn
             session = self._open_session_of(sid, request)
             # those in flight count too: sub-agents must not pass the cap together
             cap = self.max_turns_per_sid
@@ -406,7 +406,7 @@ def tool_call_dict(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def manager_finish_reason(finish_reason: str, tool_uses: Sequence[Any]) -> str:
-    """How a turn ended: ``tool_calls`` when it used a tool, else ``length`` or ``stop``."""
+    """Return how a turn ended: ``tool_calls`` when it used a tool, else ``length`` or ``stop``."""
     if tool_uses:
         return "tool_calls"
     return "length" if finish_reason == "length" else "stop"

@@ -19,7 +19,7 @@ KEEP_ALIVE_S = 10.0
 
 
 def wants_stream(request: web.Request, body: Mapping[str, Any]) -> bool:
-    """Whether the client asks for events."""
+    """Return True if the client asks for events."""
     return body.get("stream") is True or "text/event-stream" in request.headers.get("Accept", "")
 
 
@@ -35,7 +35,7 @@ class EventStream:
 
     @property
     def is_open(self) -> bool:
-        """Whether the headers are sent, so that no other answer is possible."""
+        """True if the headers are sent, so that no other answer is possible."""
         return self.response.prepared
 
     async def keep_alive(self) -> None:

@@ -53,7 +53,7 @@ def _first(body: Mapping[str, Any], keys: Iterable[str]) -> tuple[str, Any]:
 
 @dataclass(frozen=True)
 class Generated:
-    """What is kept of one reply."""
+    """The parts of one reply that are kept."""
 
     output_ids: list[int]
     log_probs: list[float]

@@ -21,12 +21,12 @@ T = TypeVar("T")
 
 CLIENT_POLL_S = 0.5
 CONTEXT_EXCEEDED = "context_length_exceeded"
-"""A kind of ``Refusal`` that each provider has a form of its own for: agents compact their history on it."""
+"""A kind of ``Refusal`` that each provider has its own form for: agents compact their history on it."""
 _TOO_LONG = (
     re.compile(r"input \((\d+) tokens\) is longer than the model's context length \((\d+) tokens\)"),
     re.compile(r"Input length \((\d+) tokens\) exceeds the maximum allowed length \((\d+) tokens\)"),
 )
-"""How SGLang refuses a prompt."""
+"""Messages with which SGLang refuses a prompt."""
 
 
 class Refusal(Exception):
@@ -42,7 +42,7 @@ class ClientGone(Exception):
 
 
 def refuse(status: int, message: str) -> web.Response:
-    """The answer to a request that is refused whatever the provider."""
+    """The answer to a request that is refused with any provider."""
     kind = "invalid_request_error" if status == 415 else "permission_error"
     return web.json_response({"type": "error", "error": {"type": kind, "message": message}}, status=status)
 
@@ -56,7 +56,7 @@ def session_closed() -> Refusal:
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """What a client is told of the error that ended its turn; the reason is logged."""
+    """Return the answer to a client for the error that ended its turn; the reason is logged."""
     if isinstance(error, Refusal):
         (told.tell if error.status in (400, 401) else logger.debug)("refused: %s", error.message)
         return error
@@ -106,7 +106,7 @@ async def generate_for(
 
 
 def is_gone(request: web.Request) -> bool:
-    """Whether the client has closed its connection."""
+    """Return True if the client has closed its connection."""
     return request.transport is None or request.transport.is_closing()
 
 

@@ -1,4 +1,4 @@
-"""Which turns of which session are being answered, and how another thread waits for them or cuts them off."""
+"""The turns of each session that are being answered; another thread can wait for them or cut them off."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class InFlight:
         self._lock = threading.Lock()
 
     def count(self, sid: str) -> int:
-        """How many turns of ``sid`` are being answered."""
+        """Return the number of turns of ``sid`` that are being answered."""
         return len(self._turns.get(sid, ()))
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What OpenAI's two APIs have in common."""
+"""The common part of OpenAI's two APIs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arguments_object(arguments: Any) -> dict[str, Any]:
 
 
 def arguments_text(arguments: dict[str, Any]) -> str:
-    """What ``arguments_object`` makes the same object of again."""
+    """Return a text that ``arguments_object`` makes the same object of again."""
     raw = arguments.get("_raw_arguments")
     return raw if isinstance(raw, str) and len(arguments) == 1 else json.dumps(arguments)
 

@@ -1,4 +1,4 @@
-"""What differs between the APIs of the providers."""
+"""The interface of a provider's API: the parts that differ between providers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MODEL_LABEL = "slime-actor"
 
 @dataclass(frozen=True)
 class Asked:
-    """What is known of an answer before it is there: ``id`` without the provider's prefix; ``numbers`` are those of its
-    events, where they have any."""
+    """The parts of an answer that are known before it is generated: ``id`` without the provider's prefix; ``numbers``
+    are those of its events, where they have any."""
 
     body: Mapping[str, Any]
     prompt_tokens: int
@@ -54,7 +54,7 @@ class ProviderFormat(abc.ABC):
 
     @abc.abstractmethod
     def translate_reply(self, message: Message) -> Message:
-        """What ``translate`` returns for the whole ``reply_message`` in a later request."""
+        """The message that ``translate`` returns for the whole ``reply_message`` in a later request."""
 
     @abc.abstractmethod
     def reply_body(self, message: Message, reply: Any, asked: Asked) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class ProviderFormat(abc.ABC):
         """The server-sent events that need nothing of the answer."""
 
     def keep_alive(self, asked: Asked) -> bytes:
-        """What keeps a stream open: a comment, unless clients count events only."""
+        """The bytes that keep a stream open: a comment, unless clients count events only."""
         return b": wait\n\n"
 
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Which sampling parameters agents and operators may ask for: what the engine takes without harm, and nothing else.
+"""Checks of the sampling parameters of agents and operators: only those that do the engine no harm are allowed.
 
 An engine's scheduler ends with all its requests on a number that does not fit its tensors.
 """

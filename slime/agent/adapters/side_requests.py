@@ -14,13 +14,13 @@ _TITLES = re.compile(
     r"(write|generate|extract|create) a [^.\n]{0,40}\btitle\b",
     re.IGNORECASE,
 )
-"""What the system prompts of command-line agents say when they ask for the title or the topic of a session."""
+"""Text in the system prompts of command-line agents that ask for the title or the topic of a session."""
 
 
 def turn_meta(
     path: str, body: Mapping[str, Any], tools: list[Message] | None, max_tokens_keys: Iterable[str]
 ) -> dict[str, Any]:
-    """What is kept of a turn's request: ``path``, ``model``, ``max_tokens``, ``has_tools`` and ``time``."""
+    """Return what is kept of a turn's request: ``path``, ``model``, ``max_tokens``, ``has_tools`` and ``time``."""
     return {
         "path": path,
         "model": str(body.get("model") or ""),

@@ -1,4 +1,4 @@
-"""What a harness does: install an agent in a new sandbox, point it to the gateway, run it; and what harnesses share."""
+"""The base of harnesses, which install an agent in a new sandbox, point it to the gateway and run it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BaseHarness(metaclass=_HarnessMeta):
 
 
 async def install_node22(sb: Sandbox, tarball: str | Path | None = None) -> None:
-    """Install Node 22 in ``/opt/node22``, with links in ``/usr/local/bin``, unless that or a newer one is there.
+    """Install Node 22 in ``/opt/node22``, with links in ``/usr/local/bin``, unless that or a newer one is installed.
 
     It comes from ``tarball``, a file of this machine (an archive of Node's own), from the one that the variable
     ``SLIME_AGENT_NODE_TARBALL`` names, or from nodejs.org.

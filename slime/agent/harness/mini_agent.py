@@ -23,7 +23,7 @@ class MiniAgentHarness(BaseHarness):
     max_turns: ClassVar[int] = 50
 
     async def install_cli(self, sb: Sandbox) -> None:
-        """Install the package ``openai`` unless it is there. Raises RuntimeError where that fails."""
+        """Install the package ``openai`` unless it is installed. Raises RuntimeError where that fails."""
         code, _, _ = await sb.exec(_CHECK, user=AGENT_USER)
         if code != 0:
             install = f"python3 -m pip install openai && {_CHECK}"

@@ -1,4 +1,4 @@
-"""What ``MiniAgentHarness`` runs in a sandbox: ``mini_agent.py MAX_TURNS``, the task on standard input."""
+"""The program that ``MiniAgentHarness`` runs in a sandbox: ``mini_agent.py MAX_TURNS``, the task on standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What ``ScriptedHarness`` runs in a sandbox: ``player.py SCRIPT.json [POLICY.py]``, the prompt on standard input.
+"""The program that ``ScriptedHarness`` runs in a sandbox.
+
+``player.py SCRIPT.json [POLICY.py]``, the prompt on standard input.
 
 It needs Python 3.8 and nothing else.
 """

@@ -17,7 +17,7 @@ OPTION = "--environment-config"
 
 
 class Difficulty(FileModel):
-    """How the difficulty of new tasks follows the success of the latest ones."""
+    """Difficulty of new tasks, which follows the success of the latest ones."""
 
     levels: Count = Field(ge=1, description="difficulties are 0 to this, less one")
     start: Count = Field(default=0, ge=0, description="difficulty of the first tasks")

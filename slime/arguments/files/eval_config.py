@@ -225,7 +225,7 @@ class EvalDatasetConfig:
 
     @property
     def cache_key(self) -> tuple[Any, ...]:
-        """What decides which rows are loaded."""
+        """Values that decide which rows are loaded."""
         return (self.name, self.path, self.input_key, self.label_key, self.tool_key, self.metadata_key)
 
     def inject_metadata(self, sample_metadata: dict[str, Any] | None) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def _build(
 
 
 def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any], rm_types: Collection[str] | None) -> bool:
-    """Whether one of ``rm_types`` is given nearer to the data set than a ``custom_rm_path``, which may be the run's."""
+    """Return True if one of ``rm_types`` is given nearer to the data set than a ``custom_rm_path`` (or the run's)."""
     levels = [level for level in (entry, defaults) if "rm_type" in level or "custom_rm_path" in level]
     nearest = levels[0] if levels else {}
     rm_type = nearest.get("rm_type")

@@ -49,7 +49,7 @@ class FlagNames:
         return self.by_name.get(_plain(name))
 
     def is_negative(self, name: str) -> bool:
-        """Whether ``name`` is an option that switches its attribute off."""
+        """Return True if ``name`` is an option that switches its attribute off."""
         return _plain(name) in self.negative
 
     def unknown(self, name: str) -> str:
@@ -108,7 +108,7 @@ def read_flags(document: Document, at: KeyPath, names: FlagNames) -> tuple[dict[
 
 
 def of_older_flag(document: Document, at: KeyPath, prefix: str = "") -> dict[str, Any] | None:
-    """What an entry of an older release sets now, by attribute; None where its name is no older flag.
+    """Return what an entry of an older release sets now, by attribute; None where its name is no older flag.
 
     ``prefix``: what stands before such a name on the command line and not in this file.
     """
@@ -183,7 +183,7 @@ def _chosen(flag: Flag, value: Any) -> Any:
 
 
 def _group_mistakes(values: dict[str, Any]) -> list[tuple[str, KeyPath, str]]:
-    """What the declarations of flags refuse: the attribute, the place within its value, and the reason."""
+    """Return what the declarations of flags refuse: the attribute, the place within its value, and the reason."""
     mistakes = []
     for group in ALL_GROUPS:
         try:

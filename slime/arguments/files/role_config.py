@@ -31,7 +31,7 @@ CRITIC_VALUES: dict[str, Any] = {
 
 
 class RoleEntry(FileModel):
-    """What differs for one role."""
+    """Arguments of one role that differ from the run's."""
 
     name: str = Field(default="default", description="free text")
     role: str = Field(description="actor or critic")
@@ -82,7 +82,7 @@ def read_roles(
 def overrides_of(args: Args, path: str | None, role: str) -> dict[str, Any]:
     """Attribute -> value for ``role``, of ``--critic-overrides`` and of the YAML file ``path``, which wins."""
     of_file = {} if path is None else read_roles(path, (role,)).get(role, {})
-    # plugins bring namespaces of their own
+    # plugins bring their own namespaces
     of_flag: dict[str, Any] = getattr(args, "critic_overrides", {}) if role == "critic" else {}
     return {**of_flag, **of_file}
 
@@ -115,7 +115,7 @@ def parse_megatron_role_args(base_args: Args, path: str | None, role: str) -> Ar
 
 
 def _derive_again(args: Args, overrides: dict[str, Any]) -> None:
-    """Let values follow those of the role that they follow on the command line, unless somebody has given them."""
+    """Let values follow those of the role that they follow on the command line, unless they were given."""
     given = {*overrides, *getattr(args, "explicit_flags", ())}
     if "weight_decay" in overrides:
         for name in {"start_weight_decay", "end_weight_decay"} - given:

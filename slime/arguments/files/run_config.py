@@ -156,7 +156,7 @@ def write(args: Args, before: Mapping[str, Any], path: str) -> None:
 
 
 def derived(args: Args, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
+    """Return what the rules made of the flags: every attribute that is not as it was in ``before``, as plain data."""
     skipped = {*FINDINGS, *OWN_FLAGS, "explicit_flags", "replaced_values", "role_values", *megatron.aliases().values()}
     changed = [
         name
@@ -167,7 +167,7 @@ def derived(args: Args, before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(args: Args, before: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """What the rules derive now and did not derive when the file was written: a checkpoint appeared, for example."""
+    """Return what the rules derive now and not when the file was written: a checkpoint appeared, for example."""
     if not config.derived:
         return []
     now = derived(args, before)

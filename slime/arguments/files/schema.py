@@ -57,7 +57,7 @@ _EXPECTED = {
 
 
 def message(detail: Any, text: str | None = None, known: Iterable[str] = ()) -> str:
-    """What is wrong, from one of pydantic's error records; ``text`` is the value as written, ``known`` the keys."""
+    """Return the mistake in one of pydantic's error records; ``text`` is the value as written, ``known`` the keys."""
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return unknown_key(str(detail["loc"][-1]), known)

@@ -53,7 +53,7 @@ class ServerGroupConfig(FileModel):
 
 
 class ModelConfig(FileModel):
-    """One served model, behind a router of its own."""
+    """One served model, behind a separate router."""
 
     name: str = Field(min_length=1, description="name of the model, unique in the file")
     model_path: str | None = Field(default=None, description="Hugging Face checkpoint; else `--hf-checkpoint`")
@@ -75,12 +75,12 @@ class ModelConfig(FileModel):
 
     @property
     def has_pd_disaggregation(self) -> bool:
-        """Whether prompts and responses are computed by different engines."""
+        """True if prompts and responses are computed by different engines."""
         return self._has("prefill", "decode")
 
     @property
     def has_encoder_disaggregation(self) -> bool:
-        """Whether images and the like are encoded by engines of their own."""
+        """True if images and the like are encoded by separate engines."""
         return self._has("encoder")
 
     def _has(self, *kinds: str) -> bool:
@@ -140,7 +140,7 @@ class ModelConfig(FileModel):
 
 
 def _is_same(one: str, other: str | None) -> bool:
-    """Whether two paths, which need not exist, are of the same checkpoint."""
+    """Return True if two paths, which need not exist, are of the same checkpoint."""
     return os.path.realpath(one) == os.path.realpath(str(other))
 
 
@@ -173,7 +173,7 @@ class SglangConfig(FileModel):
 
     @property
     def has_pd_disaggregation(self) -> bool:
-        """Whether some model computes prompts and responses on different engines."""
+        """True if some model computes prompts and responses on different engines."""
         return any(model.has_pd_disaggregation for model in self.models)
 
     @property

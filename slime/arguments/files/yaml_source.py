@@ -65,7 +65,7 @@ class Document:
         return int(self._nodes(at)[0].start_mark.line) + 1
 
     def mentions(self, words: str) -> bool:
-        """Whether ``words`` stand anywhere in the file."""
+        """Return True if ``words`` appear anywhere in the file."""
         return words in self._source
 
     def note(self, at: KeyPath, message: str) -> None:
@@ -105,7 +105,7 @@ def written(at: KeyPath) -> str:
 
 
 def seen(value: Any, text: str | None = None) -> str:
-    """How a message shows a value: ``'fast'``, ``a list``, ``nothing``."""
+    """Return a value as messages show it: ``'fast'``, ``a list``, ``nothing``."""
     if value is None:
         return "nothing"
     if isinstance(value, dict | list):
@@ -301,7 +301,7 @@ def _loader_class() -> Any:
 
 @cache
 def _dumper_class() -> Any:
-    """A writer that quotes whatever the reader, or a reader of YAML 1.1, would take for something else than text."""
+    """A writer that quotes what the reader, or a reader of YAML 1.1, would take for something else than text."""
     import yaml
 
     dumper: Any = type("Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {"ignore_aliases": lambda *_: True})

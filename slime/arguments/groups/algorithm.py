@@ -17,7 +17,7 @@ CRITIC = "--advantage-estimator " + " or ".join(e.name for e in ESTIMATORS.value
 
 
 class Algorithm(ArgumentGroup):
-    """What is optimised."""
+    """Training objective: loss, advantages, KL, entropy."""
 
     title = "algorithm"
 

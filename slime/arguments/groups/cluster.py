@@ -1,4 +1,4 @@
-"""Where training and inference run, how long the pieces wait for each other, and engines that end, join and leave."""
+"""Flags for the placement of training and inference, timeouts, and engines that end, join and leave."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class FaultTolerance(ArgumentGroup):
 
 
 class ElasticEngines(ArgumentGroup):
-    """How many engines there may be, and who decides."""
+    """Limits on the number of engines, and the function that decides it."""
 
     title = "elastic engines"
     read_by = "run"

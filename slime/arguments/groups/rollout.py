@@ -334,7 +334,7 @@ class Eval(ArgumentGroup):
 
 
 class Environments(ArgumentGroup):
-    """Which environments agents act in."""
+    """Environments that agents act in."""
 
     title = "environments"
     read_by = "run"

@@ -104,12 +104,12 @@ def version_words(source: Source) -> str:
 
 
 def shipped_list(source: Source) -> Path:
-    """Where the records of the pinned version are."""
+    """Return the path of the records of the pinned version."""
     return Path(__file__).parent / "shipped" / f"{source.package}-{source.pinned}.json"
 
 
 def cache_directory() -> Path | None:
-    """Where lists of versions other than the pinned ones are kept; None for a user without a home."""
+    """Return the directory of the lists of versions other than the pinned ones; None for a user without a home."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     except RuntimeError:
@@ -167,7 +167,7 @@ def read_installed(source: Source) -> Records:
 
 
 def has_cuda_device() -> bool:
-    """Whether this machine has an NVIDIA driver, without asking torch."""
+    """Return True if this machine has an NVIDIA driver, without asking torch."""
     return any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"))
 
 

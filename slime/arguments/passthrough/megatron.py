@@ -45,7 +45,7 @@ def megatron_flags() -> tuple[Flag, ...]:
 
 
 def warnings() -> list[str]:
-    """What the user should know about where megatron-core and the flags come from."""
+    """Return what the user should know about where megatron-core and the flags come from."""
     version, unused, used = installed_version(MEGATRON), unused_core(), checkout(MEGATRON)
     found = []
     if unused is not None:

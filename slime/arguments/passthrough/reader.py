@@ -113,7 +113,7 @@ def _documentation(cls: type) -> dict[str, str]:
 
 
 def _describe(annotation: Any) -> dict[str, Any] | None:
-    """How a value of ``annotation`` is written on a command line; None for what cannot be (functions, dtypes, ...)."""
+    """Return how a value of ``annotation`` is written on a command line; None if it cannot be (functions, dtypes)."""
     members = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
@@ -213,7 +213,7 @@ def _kind(action: argparse.Action) -> str:
 
 
 def _kind_of_converter(convert: Callable[[str], Any]) -> str:
-    """What a package's own converter makes of numbers and lists; text when it makes neither of them."""
+    """Return the kind of values that a package's converter makes of numbers and lists; text when it makes neither."""
 
     def result(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Which packages hand their arguments through, and which copy of them Python would import."""
+"""Packages whose arguments are passed through, and the copy of them that Python would import."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _in_front(source: Source) -> Path | None:
 
 
 def identity(source: Source) -> str | None:
-    """What a list of arguments belongs to: a version, the contents of a checkout, or None when nothing is there."""
+    """Return what a list of arguments belongs to: a version, the contents of a checkout, or None without either."""
     version, directory = installed_version(source), checkout(source)
     if directory is None:
         return version

@@ -1,4 +1,4 @@
-"""What is true of the flags of Megatron, SGLang and the router, which slime does not declare: the one table of it.
+"""Traits of the flags of Megatron, SGLang and the router, which slime does not declare: the one table of them.
 
 Delete a line (or one value of ``not_yet``) to make a flag available.
 """
@@ -191,7 +191,7 @@ TRAITS: dict[str, Traits] = {
     "router_balance_abs_threshold": Traits(default=10),
     "router_balance_rel_threshold": Traits(default=1.2),
 }
-"""By attribute, or by pattern of attributes: what no line of its own has is true of all that the pattern matches."""
+"""By attribute, or by pattern of attributes, which holds for all matching attributes without a line."""
 
 
 def with_traits(flag: Flag) -> Flag:

@@ -1,4 +1,4 @@
-"""Which checkpoint is read, and where checkpoints are written."""
+"""Rules for the checkpoint that is read and the directory that checkpoints are written to."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from slime.utils.digests import DamagedFile
 
 
 def is_megatron_checkpoint(path: str | None) -> bool:
-    """Whether ``path`` is a directory with Megatron's tracker file."""
+    """Return True if ``path`` is a directory with Megatron's tracker file."""
     return path is not None and (Path(path) / TRACKER).is_file()
 
 
 def is_hf_checkpoint(path: str | None) -> bool:
-    """Whether ``path`` is a directory with a Hugging Face ``config.json``."""
+    """Return True if ``path`` is a directory with a Hugging Face ``config.json``."""
     return path is not None and (Path(path) / "config.json").is_file()
 
 
@@ -44,7 +44,7 @@ def fall_back_to_hf_checkpoint(args: Args) -> None:
 
 
 def trains_policy(args: Args) -> bool:
-    """Whether the policy is trained: not in a run that generates or evaluates alone, or trains a critic alone."""
+    """Return True if the policy is trained: not in a run that only generates or evaluates, or only trains a critic."""
     if args.debug_rollout_only or args.num_rollout == 0:
         return False
     critic_alone = args.num_rollout is not None and args.num_critic_only_steps >= args.num_rollout
@@ -52,12 +52,12 @@ def trains_policy(args: Args) -> bool:
 
 
 def needs_reference(args: Args) -> bool:
-    """Whether trainers load a reference model."""
+    """Return True if trainers load a reference model."""
     return bool(args.kl_coef != 0 or args.use_kl_loss) and trains_policy(args)
 
 
 def needs_teacher(args: Args) -> bool:
-    """Whether trainers load the weights of a teacher; one that answers from a server is none of theirs."""
+    """Return True if trainers load the weights of a teacher; one behind a server is not loaded by them."""
     return bool(args.use_opd) and args.opd_type == "megatron" and trains_policy(args)
 
 
@@ -113,7 +113,7 @@ def _refuse_nothing_to_load(args: Args) -> None:
 
 
 def first_weights(args: Args) -> str:
-    """Return where the first weights of a run come from, and whether it resumes or starts anew."""
+    """Return where the first weights of a run come from, and whether it resumes or starts fresh."""
     if is_megatron_checkpoint(args.load) and not args.finetune:
         step = args.ckpt_step if args.ckpt_step is not None else _last_step(args.load)
         return f"{args.load}, after rollout {step}" if isinstance(step, int) else str(args.load)
@@ -208,7 +208,7 @@ def _refuse_to_overwrite(args: Args) -> None:
         why = ", and --finetune starts at rollout 0" if _same_directory(args.load, args.save) else ""
         raise ArgumentError(
             f"--save {args.save} holds the checkpoints of another run, the last of rollout {last}{why}: this run would "
-            f"overwrite them; choose another directory, or go on with them: --load {args.save}"
+            f"overwrite them; choose another directory, or continue them: --load {args.save}"
             + (" without --finetune" if why else "")
         )
     if args.ckpt_step is not None and args.ckpt_step < last:

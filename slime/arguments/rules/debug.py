@@ -174,7 +174,7 @@ def choose_serving(args: Args) -> None:
 
 
 def _makes_no_rollouts(args: Args) -> bool:
-    """Whether nothing says what would be generated, or how much of it."""
+    """Return True for ``--debug-rollout-only`` where no flag says what would be generated, or how much of it."""
     says_what = args.prompt_data is not None or not args.rollout_global_dataset or args.eval_interval is not None
     says_how_much = args.num_rollout is not None or args.num_epoch is not None
     own_source = not args.data_source_path.startswith(BUILT_IN_SOURCES)

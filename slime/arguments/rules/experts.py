@@ -206,7 +206,7 @@ _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
 def _pairs(args: Args) -> tuple[list[str], list[float]]:
-    """Return the kinds of load balancing and their coefficients; 0 stands for 0 of every kind."""
+    """Return the kinds of load balancing and their coefficients; 0 means 0 of every kind."""
     kinds, coefficients = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
     kinds = list(kinds) if isinstance(kinds, list | tuple) else [kinds]
     if isinstance(coefficients, list | tuple):

@@ -26,7 +26,7 @@ GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' classes end that have an output layer over the vocabulary."""
 
 NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe")
-"""Model types that SGLang 0.5 gives an ``lm_head`` of their own, whatever ``tie_word_embeddings`` says."""
+"""Model types that SGLang 0.5 gives a separate ``lm_head`` for every value of ``tie_word_embeddings``."""
 
 
 def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str, Any]:
@@ -50,7 +50,7 @@ def read_config(hf_checkpoint: str, option: str = "--hf-checkpoint") -> dict[str
 
 
 def _what_is_there(path: Path) -> str:
-    """What was given instead of a checkpoint directory."""
+    """Return what was given instead of a checkpoint directory."""
     if path.is_file():
         return "it is a file; "
     if (path / "adapter_config.json").exists():
@@ -95,7 +95,7 @@ def check_trained(args: Args) -> None:
 
 
 def config_of(args: Args) -> tuple[dict[str, Any], str] | None:
-    """What ``--hf-checkpoint`` says of its model, and its name in messages; None when it is not there.
+    """Return the config of ``--hf-checkpoint``, and its name in messages; None when it does not exist.
 
     Where a dry run finds no checkpoint it is the published model of that name. Raises ``ArgumentError``.
     """
@@ -106,7 +106,7 @@ def config_of(args: Args) -> tuple[dict[str, Any], str] | None:
 
 
 def family_is_unknown(config: dict[str, Any]) -> bool:
-    """Whether only the numbers of the model are known: neither activation nor norms nor kind of positions."""
+    """Return True if only the numbers of the model are known: neither activation nor norms nor kind of positions."""
     return config.get("megatron") is None and family_of(config) is None
 
 
@@ -123,7 +123,7 @@ def check_readable(args: Args) -> None:
 
 
 def _in_file_only(args: Args) -> bool:
-    """Whether checkpoints are those of ``--sglang-config``, which are looked at as the engines'."""
+    """Return True if checkpoints are those of ``--sglang-config``, which are looked at as the engines'."""
     return args.serve_only and args.sglang_config is not None
 
 
@@ -147,7 +147,7 @@ def check_consistency(args: Args) -> None:
 
 
 def differences(args: Args, config: dict[str, Any]) -> list[str]:
-    """What the model flags say otherwise than ``config``, one phrase each."""
+    """Return the differences between the model flags and ``config``, one phrase each."""
     return _differences(args, describe(config), config.get("model_type")) + mtp.differences(args, config)
 
 
@@ -185,7 +185,7 @@ def _instead(args: Args) -> str:
 
 
 def is_own_model(args: Args, description: Description) -> bool:
-    """Whether the user builds the model: then only what the config says is compared, not what its family implies."""
+    """Return True if the user builds the model: then only the values of the config are compared, not its family's."""
     return bool(args.custom_model_provider_path) or (args.spec is not None and args.spec not in description.specs)
 
 
@@ -212,7 +212,7 @@ def _differences(args: Args, description: Description, family: str | None) -> li
 
 
 def _same_positions(args: Args, theta: float) -> bool:
-    """Whether the base of the rotary embedding makes no difference: it is not used, or the same in fp32."""
+    """Return True if the base of the rotary embedding makes no difference: it is not used, or the same in fp32."""
     rotates = args.multi_latent_attention or args.position_embedding_type == "rope"
     return not rotates or math.isclose(float(args.rotary_base), float(theta), rel_tol=2**-24)
 
@@ -274,7 +274,7 @@ def _check_engines_of(args: Args, *, asked_by_rollouts: bool) -> None:
     if config.get("tie_word_embeddings") and config.get("model_type") in NEVER_TIED:
         raise ArgumentError(
             f"{args.hf_checkpoint} ties its output layer to the embedding (tie_word_embeddings), and SGLang's class "
-            f"for {config['model_type']} does not: an engine would answer with an output layer that nobody has loaded. "
+            f"for {config['model_type']} does not: an engine would answer with an output layer that was never loaded. "
             "Give a checkpoint with an lm_head of its own"
         )
     if asked_by_rollouts:

@@ -64,7 +64,7 @@ def refuse_impossible_loop(args: Args, *, overlap: bool) -> None:
 
 
 def _leaves_groups(args: Args) -> bool:
-    """Whether a rollout may leave groups for later ones."""
+    """Return True if a rollout may leave groups for later ones."""
     return (
         args.partial_rollout
         or args.over_sampling_batch_size > args.rollout_batch_size
@@ -73,7 +73,7 @@ def _leaves_groups(args: Args) -> bool:
 
 
 def generates_always(args: Args) -> bool:
-    """Whether the rollout function generates between its calls too, and during weight syncs."""
+    """Return True if the rollout function generates between its calls too, and during weight syncs."""
     return bool(args.rollout_function_path == FULLY_ASYNC_ROLLOUT)
 
 

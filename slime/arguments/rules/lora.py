@@ -17,7 +17,7 @@ _ATTENTION = 4
 
 
 def takes_adapters(args: Args) -> bool:
-    """Whether the engines that are trained get adapters alone."""
+    """Return True if the engines that are trained get adapters alone."""
     return bool(args.lora_rank) and args.lora_sync == "adapter" and not args.debug_rollout_only
 
 
@@ -63,7 +63,7 @@ def check(args: Args) -> None:
 
 
 def _check_engines(args: Args) -> None:
-    """What engines must be to be sent adapters alone: their weights are the base, from start to end."""
+    """Raise ArgumentError unless engines can be sent adapters alone: their weights are the base, from start to end."""
     sync, way_out = "--lora-sync adapter", "use --lora-sync merged"
     if Path(args.ref_load).absolute() != Path(args.hf_checkpoint).absolute():
         raise ArgumentError(
@@ -107,7 +107,7 @@ def _check_pushes(args: Args, sync: str, way_out: str) -> None:
 
 
 def _check_load(args: Args) -> None:
-    """After ``--load`` is resolved: it is ``--ref-load`` then, unless it is a checkpoint of its own."""
+    """After ``--load`` is resolved: it is ``--ref-load`` then, unless it is another checkpoint."""
     if args.debug_rollout_only or is_megatron_checkpoint(args.load):
         return
     if Path(args.load).absolute() != Path(args.ref_load).absolute():

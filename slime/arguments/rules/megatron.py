@@ -1,4 +1,4 @@
-"""What Megatron-LM fills in and checks, for the parts slime uses."""
+"""Values that Megatron-LM fills in and checks, for the parts that slime uses."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _check_recompute(args: Args) -> None:
 
 
 def fill_defaults(args: Args) -> None:
-    """Set them in place. Attributes that are missing count as not given: tools bring namespaces of their own."""
+    """Set them in place. Attributes that are missing count as not given: tools bring their own namespaces."""
     args.use_distributed_optimizer = True
     args.use_persistent_ckpt_worker = args.ckpt_assume_constant_structure = args.ckpt_fully_parallel_load = True
     args.dist_ckpt_save_pre_mcore_014 = True

@@ -31,7 +31,7 @@ def take_from_checkpoint(args: Args) -> None:
     if found is None:
         return
     config, name = found
-    # Given is what somebody has chosen, on the command line, in a file or as a default of their own.
+    # Given is what a user has chosen, on the command line, in a file or as their own default.
     flags = [flags_by_option()[flag.option] for flag in describe(config).flags if flag.option in flags_by_option()]
     chosen = {flag.dest for flag in flags if getattr(args, flag.dest) != flag.default}
     values = fill(args, config, {*args.explicit_flags, *chosen})
@@ -78,7 +78,7 @@ def taken(args: Args) -> dict[str, list[str]]:
 
 
 def summary(args: Args) -> list[tuple[str, str]]:
-    """What a run says of its model: the flags that come from its configuration, and its dropout."""
+    """Return what a run reports of its model: the flags that come from its configuration, and its dropout."""
     if args.debug_rollout_only:
         return []
     found, words = hf_config.config_of(args), shlex.join(itertools.chain(*taken(args).values()))
@@ -100,14 +100,14 @@ def warn_of_dropout(args: Args) -> None:
 
 
 def _decides(wanted: ModelFlag, own: bool) -> bool:
-    """Whether a run that describes its model would be refused without this flag."""
+    """Return True if a run that describes its model would be refused without this flag."""
     if own:
         return wanted.checked and bool(wanted.key)
     return wanted.checked or wanted.option == "--spec"
 
 
 def _value(flag: Flag, wanted: ModelFlag) -> Any:
-    """What the command line would have made of it; None for a flag that is not to be given."""
+    """Return the value that the command line would have made of it; None for a flag that is not to be given."""
     words = wanted.words()
     if not words:
         return None

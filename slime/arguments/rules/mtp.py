@@ -36,7 +36,7 @@ def check(args: Args) -> None:
 
 
 def differences(args: Args, config: dict[str, Any]) -> list[str]:
-    """What ``--mtp-num-layers`` says otherwise than ``config``, at most one phrase."""
+    """Return the difference between ``--mtp-num-layers`` and ``config``, at most one phrase."""
     wanted = args.mtp_num_layers
     if wanted is None:
         return []

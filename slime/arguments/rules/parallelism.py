@@ -301,8 +301,8 @@ def _warn_of_left_over(args: Args, made: str, samples: int) -> None:
 
 
 def _batch_size_set_by_plugin(args: Args) -> bool:
-    """Whether a plug-in decides how many rollouts there are. A generate function does not: what it makes of one prompt
-    copy counts as one."""
+    """Return True if a plug-in decides the number of rollouts. A generate function does not: what it makes of one
+    prompt copy counts as one."""
     own_loop = not args.rollout_function_path.startswith("slime.")
     return own_loop or args.custom_convert_samples_to_train_data_path is not None
 

@@ -105,7 +105,7 @@ def _share(args: Args) -> None:
 def _warn_of_pointless_offload(args: Args) -> None:
     if args.colocate or args.debug_rollout_only:
         return
-    alone = "training and inference have slots of their own, so the memory is freed for nobody"
+    alone = "training and inference have slots of their own, so no process gets the freed memory"
     for name in ("offload_train", "offload_rollout"):
         if getattr(args, name) and name in args.explicit_flags:
             diagnostics.warn(args, f"--{name.replace('_', '-')} without --colocate: {alone}")
@@ -301,7 +301,7 @@ def _refuse_encoders(args: Args, what: str) -> None:
 
 
 def _check_disaggregation(args: Args, option: str, model: Model) -> None:
-    """What prefill and decode engines of one model must agree on, and what is not carried from one to the other."""
+    """Check what prefill and decode engines of one model must agree on, and what is not sent from one to the other."""
     groups = [group for group in model.server_groups if group.worker_type != "placeholder"]
     if any(group.worker_type == "regular" for group in groups):
         raise ArgumentError(

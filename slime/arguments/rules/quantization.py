@@ -76,7 +76,7 @@ def _described(checkpoint: str) -> dict[str, Any] | None:
 
 
 def _groups(described: dict[str, Any]) -> dict[str, Any]:
-    """What compressed-tensors says of the weights of all quantized layers; empty where they differ."""
+    """Return what compressed-tensors states for the weights of all quantized layers; empty where they differ."""
     groups = list((described.get("config_groups") or {}).values())
     return (groups[0].get("weights") or {}) if len(groups) == 1 else {}
 

@@ -66,7 +66,7 @@ def derive(args: Args) -> None:
 
 
 def _own_values(role: Args, args: Args, said: Collection[str]) -> dict[str, Any]:
-    """What differs in ``role``, and what was ``said`` of it, even as the run has it now: the run's may still change."""
+    """Return what differs in ``role``, and what was ``said`` of it, even if equal to the run's, which may change."""
     kept = {*said, *(field for dest, field in megatron.aliases().items() if dest in said)}
     run = vars(args)
     return {
@@ -88,7 +88,7 @@ def _actor(args: Args, overrides: dict[str, Any]) -> Args:
 def _critic(args: Args, actor: Args, of_actor: dict[str, Any], overrides: dict[str, Any]) -> Args:
     """Its checkpoints are in ``critic`` below the actor's unless the file gives it a ``load`` or ``save``.
 
-    A run that goes on from what it saves reads the ``save`` too; without a checkpoint the critic starts from the
+    A run that resumes from what it saves reads the ``save`` too; without a checkpoint the critic starts from the
     weights that the actor starts from.
     """
     role = _role(args, CRITIC)
@@ -106,7 +106,7 @@ def _critic(args: Args, actor: Args, of_actor: dict[str, Any], overrides: dict[s
 
 
 def _values_of_critic() -> dict[str, Any]:
-    """What a critic has in place of a policy: it has no log-probs, no routing to replay and nothing to export."""
+    """Return a critic's values in place of a policy's: it has no log-probs, no routing to replay, nothing to export."""
     return {flag.dest: flag.traits.critic for flag in flags_where(lambda traits: traits.critic is not UNSET)}
 
 

@@ -114,7 +114,7 @@ def _check_speculation(args: Args) -> None:
 
 
 def _check_groups(args: Args) -> None:
-    """Every group of the file has sizes of its own; those of the flags hold where it says nothing."""
+    """Every group of the file has separate sizes; those of the flags hold where a group has none."""
     slots, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages if slots % stages == 0 else slots
     for model in models_of(args) or ():

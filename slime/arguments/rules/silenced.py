@@ -34,7 +34,7 @@ def _rollout_without_hooks(args: Args) -> str | None:
 
 
 def _rollout_without_samples(args: Args) -> str | None:
-    """Evaluations generate and score whatever makes the rollouts."""
+    """Evaluations generate and score for every source of rollouts."""
     return None if args.eval_interval is not None else _rollout_without_hooks(args)
 
 
@@ -153,7 +153,7 @@ def check(args: Args) -> None:
 
 
 def _check_critic_alone(args: Args) -> None:
-    """``--critic-train-only`` of slime <= 0.3.1 stands for more critic-only steps than any run has."""
+    """``--critic-train-only`` of slime <= 0.3.1 means more critic-only steps than any run has."""
     steps = args.num_critic_only_steps
     if args.use_critic or not args.num_rollout or steps < args.num_rollout:
         return

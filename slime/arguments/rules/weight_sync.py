@@ -44,7 +44,7 @@ def check(args: Args) -> None:
 
 
 def check_engine_stages(args: Args) -> None:
-    """Pipeline stages of an engine cannot be told apart where it gets weights from another process."""
+    """Raise ArgumentError for pipeline stages in engines that a trainer sends weights to: it cannot address a stage."""
     if args.debug_train_only or args.debug_rollout_only or args.update_weight_transport == "disk":
         return
     for plan in engines_of(args):
@@ -120,8 +120,8 @@ def _check_release(args: Args) -> None:
     if args.ref_update_interval is not None and needs_reference(args) and elsewhere:
         raise ArgumentError(
             f"--release-train looks below --save {args.save} for the reference of --ref-update-interval "
-            f"{args.ref_update_interval}, and the one that --load {args.load} goes on with is not there; let --save be "
-            "--load, or take its weights as a fresh start with --finetune"
+            f"{args.ref_update_interval}, and the one that --load {args.load} continues with is not there; let --save "
+            "be --load, or take its weights as a fresh start with --finetune"
         )
     if args.save_interval is None:
         args.save_interval = 1

@@ -91,7 +91,7 @@ def prefer_installed_core() -> None:
     places = [first, *(place for place in others if place != first)]
     if "megatron" in sys.modules:
         sys.modules["megatron"].__path__ = places
-    else:  # a package without code, as that of megatron-core is, and whatever the checkout's would do
+    else:  # a package without code, as that of megatron-core is, and for all that the checkout's would do
         bare = importlib.machinery.ModuleSpec("megatron", None, is_package=True)
         bare.submodule_search_locations = places
         sys.modules["megatron"] = importlib.util.module_from_spec(bare)

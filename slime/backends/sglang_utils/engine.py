@@ -98,7 +98,7 @@ class EngineProcess:
 
     @property
     def info(self) -> EngineInfo:
-        """Where the engine is reached and which slots it has. Known from :meth:`start` on."""
+        """Address, keys and slots of the engine. Known from :meth:`start` on."""
         spec = self._spec
         return EngineInfo(
             url=f"http://{join_address(spec.host, spec.port)}",

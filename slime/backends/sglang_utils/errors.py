@@ -1,4 +1,4 @@
-"""What starting a server raises."""
+"""Errors of starting a server."""
 
 from __future__ import annotations
 

@@ -29,12 +29,12 @@ SECRETS = ("api_key", "admin_api_key")
 
 
 class NoAnswerError(ArgumentError):
-    """No server answers at the address: it may come, or come back, later."""
+    """No server answers at the address: it may start, or restart, later."""
 
 
 @dataclass(frozen=True)
 class ExternalEngineInfo:
-    """What the engine at ``url`` says of itself; ``num_gpus`` are the ranks that take part in a push of weights."""
+    """Answer of the engine at ``url`` about itself; ``num_gpus`` are the ranks that take part in a push of weights."""
 
     url: str
     host: str
@@ -64,7 +64,7 @@ class ExternalEngineInfo:
 
     @property
     def is_pd_worker(self) -> bool:
-        """Whether it computes prompts or responses alone."""
+        """True if it computes prompts or responses alone."""
         return self.worker_type in ("prefill", "decode")
 
     @property
@@ -116,7 +116,7 @@ def _check_kinds(infos: Sequence[ExternalEngineInfo]) -> None:
 
 
 def apply_external_engine_info_to_args(args: Args, infos: Sequence[ExternalEngineInfo]) -> None:
-    """Set what of ``args`` follows from the engines: ``--rollout-num-gpus`` too, whatever was given."""
+    """Set what of ``args`` follows from the engines: ``--rollout-num-gpus`` too, even where it was given."""
     record(
         args,
         rollout_external_engine_infos=[info.to_dict() for info in infos],

@@ -69,6 +69,6 @@ def is_free(port: int) -> bool:
 
 
 def looks_like_port_conflict(lines: list[str]) -> bool:
-    """True when the last lines of a server say that an address was taken."""
+    """True when the last lines of a server report that an address was taken."""
     text = "\n".join(lines).lower()
     return any(sign in text for sign in ("address already in use", "eaddrinuse", "port is already", "is not available"))

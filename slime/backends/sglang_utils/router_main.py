@@ -39,8 +39,8 @@ def router_options(router_args: Any, fields: dict[str, Any]) -> Any:
 def close_listener(port: int, deadline_s: float = LISTENER_DEADLINE_S) -> bool:
     """Stop listening at ``port`` as soon as this process does; False when it has not by the deadline.
 
-    Routers cannot be told to open no port for their counters, which asks nobody who he is. The descriptor stays, of
-    nothing that anybody could connect to: what waits for connections there waits for good.
+    Routers have no option against the port of their counters, which has no authentication. The descriptor stays, of
+    nothing that a client could connect to: what waits for connections there waits forever.
     """
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
@@ -65,7 +65,7 @@ def close_listener(port: int, deadline_s: float = LISTENER_DEADLINE_S) -> bool:
 def main() -> None:
     """Read the options and serve until a signal ends the process.
 
-    A third word is the port of the router's counters where nobody has asked for them. (sglang-router does not let
+    A third word is the port of the router's counters where they were not requested. (sglang-router does not let
     another thread of Python run: its port stays.)
     """
     package, path = sys.argv[1], sys.argv[2]

@@ -96,7 +96,7 @@ def build_server_args(args: Args, spec: EngineSpec, *, records: Sequence[Record]
         fields.setdefault("cuda_graph_backend_prefill", "disabled")
         if fields.get(
             "speculative_algorithm"
-        ):  # pushes may leave the draft model out, and nobody else sends its weights
+        ):  # pushes may leave the draft model out, and nothing else sends its weights
             fields["enable_draft_weights_cpu_backup"] = True
     for name in ("api_key", "admin_api_key"):
         fields.pop(name, None)
@@ -124,7 +124,7 @@ def secret_fields(args: Args) -> dict[str, str]:
 
 
 def has_no_key(args: Args) -> bool:
-    """Whether the engines can have no key."""
+    """Return True if the engines cannot have a key."""
     return (args.sglang_tokenizer_worker_num or 1) > 1
 
 
@@ -169,7 +169,7 @@ def _owned_fields(args: Args, spec: EngineSpec) -> dict[str, Any]:
     if spec.dist_init_addr:
         fields["dist_init_addr"] = spec.dist_init_addr
     if on_cuda and offload and not spec.update_weights:
-        fields["enable_weights_cpu_backup"] = True  # nobody sends them again
+        fields["enable_weights_cpu_backup"] = True  # they are not sent again
     if args.use_rollout_routing_replay and spec.update_weights:
         fields["enable_return_routed_experts"] = True
     if args.fp16:

@@ -1,6 +1,6 @@
 """A look at prompts and hooks before anything is started: what would end the run minutes later is reported at once.
 
-It is taken in a process of its own, which imports users' code and may be ended whatever that code does. ``--dry-run``
+It is taken in a separate process, which imports users' code and may be ended in any state of that code. ``--dry-run``
 and the start of a run take the same look.
 """
 

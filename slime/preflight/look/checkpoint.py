@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.tiktoken", "*.model", "tokenizati
 
 
 def look_at_weights(args: Args, found: Findings) -> None:
-    """Open every safetensors file, whose header says whether it is whole; report those of flags that name a model and
+    """Open every safetensors file, whose header shows whether it is whole; report those of flags that name a model and
     of the models of ``--sglang-config`` that are missing or cannot be read. Megatron's checkpoints have none."""
     flag_of: dict[str, str] = {}
     for flag in sorted(_model_flags(), key=lambda flag: flag.dest == "load"):  # it may have its value from the others

@@ -274,7 +274,7 @@ def _look_at_conversations(
 
 
 def longest_sequence(args: Args) -> int | None:
-    """Return how many tokens prompt and response may have together, as far as flags or the checkpoint say."""
+    """Return how many tokens prompt and response may have together, as far as flags or the checkpoint limit it."""
     given = [n for n in (args.rollout_max_context_len, args.sglang_context_length) if n]
     if given:
         return int(min(given))

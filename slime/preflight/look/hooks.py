@@ -45,7 +45,7 @@ def look_at_hooks(args: Args, dry_run: bool, found: Findings) -> bool:
         found.begins(f"the import of {flag} {path}")
         try:
             checked_hook(path, contract, flag)
-        except Exception as e:  # noqa: BLE001  (whatever a user's module raises is reported)
+        except Exception as e:  # noqa: BLE001  (any error of a user's module is reported)
             good = False
             root = root_cause(e)
             missing = (root.name or "").partition(".")[0] if isinstance(root, ModuleNotFoundError) else ""
@@ -132,7 +132,7 @@ class _NoAnswer(Exception):
 
 
 def _call(hook: Hook, args: Args, answers: Sample | list[Sample]) -> Any:
-    """Call the reward on an event loop of its own, in a thread: a coroutine function may block it for ever."""
+    """Call the reward on its own event loop, in a thread: a coroutine function may block it forever."""
     result: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     async def score() -> Any:
@@ -151,7 +151,7 @@ def _call(hook: Hook, args: Args, answers: Sample | list[Sample]) -> Any:
 
 
 def is_filled_in_later(args: Args, sample: Sample) -> bool:
-    """Whether functions of the user's may give a sample what the reward reads."""
+    """Return True if functions of the user's may give a sample what the reward reads."""
     return bool(
         args.custom_generate_function_path or sample.generate_function_path or args.rollout_sample_hook_path
         or not args.rollout_function_path.startswith("slime.")

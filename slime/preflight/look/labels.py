@@ -63,7 +63,7 @@ def _kind_of_label(label: Any) -> tuple[Any, ...]:
 
 
 def _look_at_rule(args: Args, file: PromptFile, rule: RewardType, first: Sample, found: Findings) -> None:
-    """What does not depend on the label: a key for rewards that have none, and reasoning that has no end."""
+    """Check the parts that do not depend on the label: a key for rewards that have none, reasoning without an end."""
     key = (args.eval_reward_key or args.reward_key) if file.dataset is not None else args.reward_key
     converted = args.custom_reward_post_process_path or args.custom_convert_samples_to_train_data_path
     if not rule.numbers and key is not None and not converted:

@@ -1,4 +1,4 @@
-"""The services that generation needs and slime does not run are asked once, before a run starts."""
+"""The services that generation needs and slime does not run are checked once, before a run starts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def look_at_services(args: Args, dry_run: bool, found: Findings) -> None:
             asyncio.run(_check(load_function(entry.path), args, entry.options))
         except TimeoutError:
             found.errors.append(f"environment {name!r}: its check took more than {DEADLINE_S:g} s")
-        except Exception as e:  # noqa: BLE001  (whatever a user's check raises is reported)
+        except Exception as e:  # noqa: BLE001  (any error of a user's check is reported)
             found.errors.append(f"environment {name!r}: its check raised {with_users_line(e)}")
 
 

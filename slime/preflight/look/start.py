@@ -68,7 +68,7 @@ def _prompts_are_here(args: Args) -> bool:
 
 
 def _hooks_are_given(args: Args) -> bool:
-    """Whether a flag names a function of the user's own."""
+    """Return True if a flag names a function of the user's own."""
     others = {f.dest for f in slime_flags() if f.traits.path or (f.traits.hook and f.traits.hook.caller == "parser")}
     flags = [name for name in args.explicit_flags if name.endswith("_path") and name not in others]
     named = [getattr(args, name) or [] for name in flags]

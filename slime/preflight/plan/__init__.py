@@ -1,4 +1,4 @@
-"""What a run would do, computed from its flags alone: loop, batches, placement, memory.
+"""The plan of a run, computed from its flags alone: loop, batches, placement, memory.
 
 ``plan(args)`` gives the numbers, ``render.plan_text(args)`` the page that ``--dry-run`` prints. Ray, engines and GPUs
 are not needed; a run places its slots and engines with the same functions, ``slime.arguments.placement``.

@@ -12,7 +12,7 @@ from slime.preflight.plan.format import count, span
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What one rollout makes and one optimizer step takes, counted in ``unit``.
+    """The sizes of one rollout and of one optimizer step, counted in ``unit``.
 
     prompts x samples_per_prompt = samples of one rollout; global_batch_size: samples of one step, None where nothing is
     trained. micro_batch_size: samples per micro-batch, None where micro-batches are packed up to max_tokens_per_gpu x

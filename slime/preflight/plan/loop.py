@@ -1,4 +1,4 @@
-"""Which loop a command line runs, in sentences."""
+"""The loop that a command line runs, in sentences."""
 
 from __future__ import annotations
 

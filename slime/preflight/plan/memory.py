@@ -55,7 +55,7 @@ class EnginesMemory:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a run needs. ``trainer`` is the GPU of the pipeline stage that needs most, None without a trainer;
+    """The memory of a run. ``trainer`` is the GPU of the pipeline stage that needs most, None without a trainer;
     ``engines`` a GPU of an engine of every group, empty without engines of our own. ``remarks`` are sentences.
     """
 
@@ -73,7 +73,7 @@ class Memory:
 
     @property
     def colocate(self) -> bool:
-        """Whether some engine is on the trainer's GPUs."""
+        """True if some engine is on the trainer's GPUs."""
         return any(group.shares for group in self.engines)
 
     def training(self, capacity: float) -> float:
@@ -89,23 +89,23 @@ class Memory:
         return float(max([self.trainer.total, *beside, *updates]))
 
     def generating_fits(self, group: EnginesMemory, capacity: float) -> bool:
-        """Whether an engine on a GPU of ``capacity`` bytes holds a request, beside what the trainer leaves behind."""
+        """True if an engine on a GPU of ``capacity`` bytes holds a request, beside what the trainer leaves behind."""
         if not group.engine.fits(capacity):
             return False
         return not group.shares or group.engine.reserve(capacity) >= group.engine.context + self._trainer_beside()
 
     def fits(self, capacity: float) -> bool:
-        """Whether everything fits on GPUs of ``capacity`` bytes."""
+        """Return True if everything fits on GPUs of ``capacity`` bytes."""
         return self.training(capacity) <= capacity and all(self.generating_fits(g, capacity) for g in self.engines)
 
     def _engine_beside(self, engine: EngineMemory, capacity: float) -> float:
-        """What an engine on the same GPU keeps while the trainer trains."""
+        """Return the bytes that an engine on the same GPU keeps while the trainer trains."""
         if self.offload_rollout:
             return engine.context
         return capacity - engine.reserve(capacity) + engine.context
 
     def _trainer_beside(self) -> float:
-        """What a trainer on the same GPU keeps while the engine generates."""
+        """Return the bytes that a trainer on the same GPU keeps while the engine generates."""
         if self.trainer is None:
             return 0.0
         return self.trainer.context if self.offload_train else self.trainer.static

@@ -24,8 +24,8 @@ class EngineMemory:
     """Bytes of an engine on one GPU.
 
     ``kv_per_token``: of the cache, on every GPU of the engine; ``state_per_request``: of linear attention;
-    ``request_tokens``: the longest request, None when the flags do not say; ``static_fraction``: as given, None when
-    SGLang chooses it. ``state_share``: the part of the pool that SGLang gives to states of linear attention.
+    ``request_tokens``: the longest request, None when the flags do not limit it; ``static_fraction``: as given, None
+    when SGLang chooses it. ``state_share``: the part of the pool that SGLang gives to states of linear attention.
     """
 
     sizes: EngineSizes
@@ -78,7 +78,7 @@ class EngineMemory:
         return min((number for number in (by_tokens, by_state) if number is not None), default=None)
 
     def fits(self, capacity: float) -> bool:
-        """Whether the weights and one request of the greatest length fit into the static part."""
+        """Return True if the weights and one request of the greatest length fit into the static part."""
         per_group = self.tokens(capacity) // self.sizes.dp
         return self.cache_bytes(capacity) > 0 and per_group >= (self.request_tokens or 1)
 

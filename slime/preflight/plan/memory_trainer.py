@@ -26,7 +26,7 @@ class TrainerMemory:
 
     ``activations`` are kept from forward to backward; ``recomputed`` and ``logits`` come on top of them, one after
     the other; ``transfer`` are the buckets of a weight update, between the steps, when an ``offloaded`` trainer
-    has only its parameters; before that its fp32 ``masters`` come back for a moment, of which those are made again.
+    has only its parameters; before that its fp32 ``masters`` are onloaded for a moment, of which those are made again.
     ``host`` is in the host's memory: copies of weights, an offloaded trainer, and an offloaded
     optimizer.
     """
@@ -48,7 +48,7 @@ class TrainerMemory:
 
     @property
     def static(self) -> int:
-        """What is there from the start to the end."""
+        """The memory that is in use from the start to the end."""
         return self.parameters + self.gradients + self.optimizer + self.context
 
     @property
@@ -58,7 +58,7 @@ class TrainerMemory:
 
     @property
     def sending(self) -> int:
-        """What is in use while weights are sent to the engines."""
+        """The memory that is in use while weights are sent to the engines."""
         if self.offloaded:
             return self.parameters + self.context + max(self.masters, self.transfer)
         return self.static + self.transfer
@@ -80,7 +80,7 @@ def element_size(args: Args) -> int:
 
 
 def longest_sample(args: Args) -> int | None:
-    """Return the tokens of the longest sample that the flags allow, None when they do not say."""
+    """Return the tokens of the longest sample that the flags allow, None when they do not limit it."""
     context = args.rollout_max_context_len
     response = args.rollout_max_response_len
     if context is not None:
@@ -119,7 +119,7 @@ def _stage_memory(args: Args, size: ModelSize, rank: RankSize) -> TrainerMemory:
     old = (2 if args.update_weights_interval == 1 else 1) * bool(args.keep_old_actor)
     others = with_reference + needs_teacher(args) + old
     copies = others + bool(others)  # the actor's own, while another plays
-    # 16-bit parameters are written anew from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
+    # 16-bit parameters are written again from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
     offloaded_state = optimizer + (element * frozen if rebuilt else parameters)
     optimizer_on_host = int(_shard(args, trained, parallel) * _state_size(args) * _offloaded(args))
@@ -283,7 +283,7 @@ def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, floa
     one_input = kept.element * shape.hidden / (parallel.tp if kept.distributed else parallel.sp)
     if kept.method == "block":
         block = min(kept.block, len(full))
-        again = max(0.0, max(full[:block], default=0.0) - one_input)  # the input is there already
+        again = max(0.0, max(full[:block], default=0.0) - one_input)  # the input is in memory already
         return ends + block * one_input + sum(full[block:]), again + working
     again = max(0.0, sum(sorted(full, reverse=True)[: kept.block]) - one_input)
     return ends + -(-len(full) // kept.block) * one_input, again + working
@@ -294,7 +294,7 @@ def _logits(args: Args, size: ModelSize, tokens: int, element: int) -> int:
 
     They are divided over the tensor-parallel ranks, and stay in the parameters' dtype with their gradient in the same
     memory, unless something else reads them: then they are fp32, and the gradient too. Every layer of multi-token
-    prediction keeps logits of its own.
+    prediction keeps its own logits.
     """
     columns = size.shape.vocab // size.parallel.tp
     rows = int(args.log_probs_chunk_size or -1)
@@ -341,7 +341,7 @@ FP32 = 4
 
 @dataclass(frozen=True)
 class Kept:
-    """How activations are kept. ``element`` is the size of one in bytes; ``modules`` are recomputed ("selective")."""
+    """Storage of activations. ``element`` is the size of one in bytes; ``modules`` are recomputed ("selective")."""
 
     element: int = 2
     granularity: str | None = None
@@ -425,7 +425,7 @@ MLP_PARTS = frozenset({"mlp", "router", "expert_inputs", "expert_hidden", "exper
 
 
 def gradient_bytes(found: Mapping[str, float]) -> float:
-    """Return the bytes per token of the gradients that are there at once in a layer's backward pass.
+    """Return the bytes per token of the gradients that are in memory at once in a layer's backward pass.
 
     Those of the MLP's inner activations or those of the attention's, whichever are more.
     """

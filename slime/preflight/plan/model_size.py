@@ -85,7 +85,7 @@ def pipeline_chunks(args: Args, layers: int, mtp: int, parallel: Parallel) -> tu
 
 
 def _layers_per_rank(args: Args, layers: int, pp: int) -> list[int]:
-    """Return the layers of each pipeline rank, where embedding and loss may stand for one."""
+    """Return the layers of each pipeline rank, where embedding and loss may count as one."""
     first = args.decoder_first_pipeline_num_layers
     last = args.decoder_last_pipeline_num_layers
     if pp == 1 or (first is None and last is None):
@@ -134,7 +134,7 @@ PARTS: tuple[Part, ...] = ("embedding", "attention", "dense MLP", "experts", "no
 class Weight:
     """``count`` tensors of ``numel`` elements.
 
-    ``split`` says how one is sharded: not at all (every rank has it), the tensor-parallel ranks, or the expert
+    ``split``: the way that one is sharded: not at all (every rank has it), the tensor-parallel ranks, or the expert
     tensor-parallel ranks, with the tensors themselves spread over the expert-parallel ranks. ``tied`` are the copies
     of an embedding that several pipeline stages hold.
     """
@@ -170,7 +170,7 @@ def layer_weights(shape: ModelShape, kind: LayerKind) -> list[Weight]:
 
 
 def chunk_weights(shape: ModelShape, chunk: Chunk, *, vocab: int) -> Weights:
-    """Return the weights of a pipeline chunk. Tied embeddings are there once where both ends meet, else at both."""
+    """Return the weights of a pipeline chunk. Tied embeddings count once where both ends meet, else at both."""
     found: Weights = []
     kinds: dict[LayerKind, int] = {}
     for layer in chunk.layers:
@@ -386,7 +386,7 @@ def _rank_size(stage: int, chunks: tuple[Chunk, ...], held: list[Weights], paral
     sizes = {"dense": 0, "expert": 0, "dense_buffer": 0, "expert_buffer": 0}
     largest = 0
     for weights in held:
-        buckets = {"dense": 0, "expert": 0, "tied": 0}  # tied embeddings have a bucket of their own
+        buckets = {"dense": 0, "expert": 0, "tied": 0}  # tied embeddings have a separate bucket
         for weight, numel, count in elements(weights, parallel):
             kind = "expert" if weight.split == "expert" and parallel.ep > 1 else "dense"
             sizes[kind] += numel * count

@@ -34,7 +34,7 @@ class Router:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything runs.
+    """The placement of a run: slots, nodes and ranks.
 
     Slots are numbered from 0 over all nodes; trainer rank r is on slot r (a critic's rank r too), and engine slots
     count from ``layout.rollout_offset``. ``engine_sizes``: one for each of ``engines``. ``idle``: slots of the rollout

@@ -108,7 +108,7 @@ def given_lines(args: Args) -> list[str]:
 def derived_lines(args: Args) -> list[str]:
     """The flags whose value is neither the default nor what was given, and the trainer's sizes.
 
-    Model flags taken from the checkpoint's config have a section of their own.
+    Model flags taken from the checkpoint's config have their own section.
     """
     groups: dict[str, list[str]] = {}
     from_config = model_defaults.taken(args)

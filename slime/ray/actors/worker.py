@@ -1,4 +1,4 @@
-"""What every actor process of a run does first: belong to the run, and log to its own file."""
+"""The start of every actor process of a run: it becomes part of the run and logs to its own file."""
 
 from __future__ import annotations
 

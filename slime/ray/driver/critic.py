@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class CriticGroup(Protocol):
-    """What the step needs of the critic's ranks (``slime.ray.driver.train_group.RayTrainGroup``)."""
+    """The methods of the critic's ranks that the step calls (``slime.ray.driver.train_group.RayTrainGroup``)."""
 
     def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
@@ -36,7 +36,7 @@ class CriticGroup(Protocol):
 class CriticStep:
     """Onloads the critic for its training and its checkpoint, before the actor's.
 
-    ``save_prompts(rollout_id)`` saves the state of the prompts, which must be there before the checkpoint that makes
+    ``save_prompts(rollout_id)`` saves the state of the prompts, which must exist before the checkpoint that makes
     it count: that is the critic's while the actor is not trained yet.
     """
 
@@ -44,7 +44,7 @@ class CriticStep:
         self.args, self.critic, self._save_prompts = args, critic, save_prompts
 
     def critic_only(self, rollout_id: int) -> bool:
-        """Whether only the critic is trained on this rollout (``--num-critic-only-steps``)."""
+        """Return True if only the critic is trained on this rollout (``--num-critic-only-steps``)."""
         return bool(rollout_id < self.args.num_critic_only_steps)
 
     def run(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
@@ -130,7 +130,7 @@ def first_rollout(args: Args, actor_start: int, critic_start: int) -> int:
 
 
 def _asks_for_step(role: Args) -> bool:
-    """Whether ``--ckpt-step`` selects where a role resumes; in a fresh start it selects the first weights."""
+    """Return True if ``--ckpt-step`` selects where a role resumes; in a fresh start it selects the first weights."""
     return role.ckpt_step is not None and not role.finetune
 
 

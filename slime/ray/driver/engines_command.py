@@ -14,12 +14,12 @@ from slime.ray import cluster
 from slime.ray.remote import one_line_kind
 
 ANSWER_TIMEOUT_S = 1800.0
-"""What the manager may take beside ``--timeout``; while the run starts, it answers when the engines are ready."""
+"""Time for the manager's answer beside ``--timeout``; while the run starts, it answers when the engines are ready."""
 COLUMNS = ("model", "router", "engine", "url", "type", "slots", "state")
 
 
 def change_engines(words: Sequence[str]) -> int:
-    """Do what the command line ``words`` says; return the exit status: 1 when it cannot be done."""
+    """Execute the command line ``words``; return the exit status: 1 when it cannot be done."""
     asked = parser().parse_args(words)
     try:
         manager = cluster.manager_of_run(asked.run_dir)

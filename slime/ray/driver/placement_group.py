@@ -291,7 +291,7 @@ def check_engines_fit_nodes(engines: Sequence[EnginePlan], nodes: Sequence[str],
 def check_gpus_follow_each_other(engines: Sequence[EnginePlan], gpus: Sequence[int], rollout_offset: int) -> None:
     """Raise PlacementError when an engine process would get GPUs with others between them; ``gpus``: of every slot.
 
-    SGLang is told the first one, and counts from there.
+    SGLang is given the first one only, and counts from there.
     """
     for engine in engines:
         for part in engine.parts():

@@ -1,4 +1,4 @@
-"""Engines and routers that serve whoever asks, without trainer, prompts and rollouts: ``slime serve``."""
+"""Engines and routers that serve any client, without trainer, prompts and rollouts: ``slime serve``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 2.0
 DRAIN_MARGIN_S = 60.0
-"""How much longer than ``--drain-timeout`` draining may take: an engine may be slow to say what it holds."""
+"""The time beyond ``--drain-timeout`` that draining may take: an engine may be slow to report its load."""
 
 
 class ServingManager(EngineControl):
@@ -136,7 +136,7 @@ def _drain(manager: Any, peer: Peer, timeout_s: float) -> None:
 
 
 def _end(manager: Any, file: Path) -> None:
-    """End every process of the deployment, whatever state it is in."""
+    """End every process of the deployment, in any state of it."""
     file.unlink(missing_ok=True)
     try:
         if manager is not None:

@@ -383,7 +383,7 @@ def end_actors(actors: Sequence[Any], where: Sequence[tuple[str, int]]) -> None:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie has given its memory back."""
+    """Return True if process ``pid`` runs; a zombie does not: its memory is free already."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] != "Z"

@@ -81,7 +81,7 @@ class WeightPush:
         return int(ranks("update_weights", "pushing weights", deadline, engines, synchronous_loop)[0])
 
     def _drop(self, engines: Sequence[EngineInfo], hanging: Mapping[str, str]) -> list[str]:
-        """Go on without engines that have exited or do not respond; return the names of those that are lost.
+        """Continue without engines that have exited or do not respond; return the names of those that are lost.
 
         ``hanging``: URL of an engine -> what it did not do in the push; other calls it may well answer.
         """
@@ -170,7 +170,7 @@ class WeightFiles:
         return directory
 
     def clear(self) -> None:
-        """Remove what engines have read; nothing is pushed after that unless it is written anew."""
+        """Remove what engines have read; nothing is pushed after that unless it is written again."""
         if self._directory is None or self.args.update_weight_disk_keep_files:
             return
         try:

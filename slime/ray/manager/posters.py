@@ -1,4 +1,4 @@
-"""Requests that are sent by helper processes on every node, with ports and open files of their own
+"""Requests that are sent by helper processes on every node, with their own ports and open files
 (``--use-distributed-post``)."""
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutManager(EngineControl):
-    """A Ray actor whose methods run on threads of their own: saving does not wait for a rollout in progress.
+    """A Ray actor whose methods run on their own threads: saving does not wait for a rollout in progress.
 
     Rollouts and evaluations exclude each other. A rollout survives the loss of engines. When the last one is lost for
     good, or the router is, the rollout in progress and every later one raise ``EngineDied``, and so does

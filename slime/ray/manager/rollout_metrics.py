@@ -1,4 +1,4 @@
-"""What a rollout or an evaluation, and its engine calls, looked like in numbers. Pure functions over samples."""
+"""Metrics of a rollout or an evaluation, and of its engine calls. Pure functions over samples."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def zero_std_counts(args: Args, samples: Sequence[Sample], rewards: Sequence[Any
     """Return ``zero_std/count_<reward>``: groups (by ``group_index``) whose rewards are all equal teach nothing.
 
     Groups of one trajectory, and those with non-numeric rewards (dicts, or None, for a custom post-processing),
-    are not counted. Of whole numbers that are integers the name without a fraction, as in slime <= 0.3.1, is there too.
+    are not counted. Of whole numbers that are integers the name without a fraction, as in slime <= 0.3.1, is kept too.
     """
     if estimator_of(args).needs_critic:
         return {}
@@ -306,7 +306,7 @@ def is_repetitive(text: str) -> bool:
 def _groups(samples: Sequence[Sample], values: Sequence[Any]) -> list[list[list[Any]]]:
     """Return the values by group (``group_index``) and within it by trajectory (``rollout_id``).
 
-    A sample without the one is a group of its own, a sample without the other a trajectory of its own.
+    A sample without the one is a separate group, a sample without the other a separate trajectory.
     """
     groups: dict[Any, dict[Any, list[Any]]] = {}
     for number, (sample, value) in enumerate(zip(samples, values, strict=True)):

@@ -9,7 +9,7 @@ Records (see ``journal_file`` for their form): ``begin`` (first; the flags that 
 ``dispatched`` (indices of groups handed out), ``completed`` (a group with its samples), ``returned`` (a group handed
 back, with what was generated of it), ``consumed`` (indices of the groups that a rollout gave to training).
 
-A thread of its own (``journal_writer``) encodes and writes; every record is with the operating system before the next
+A separate thread (``journal_writer``) encodes and writes; every record is with the operating system before the next
 is encoded, and on the disk at most ``SYNC_INTERVAL_S`` later. A killed process loses what waits for that thread, a lost
 machine at most that interval more, and both only work. A disk that fails ends the journal of a rollout with an error in
 the log, never the run; the next rollout that is worth keeping tries again.
@@ -44,7 +44,7 @@ def group_index(group: Any) -> int | None:
 
 @dataclass
 class Replay:
-    """What a journal says: groups dispatched in order, the last state of each group generated, groups by rollout."""
+    """A journal's contents: groups dispatched in order, the last state of each group generated, groups by rollout."""
 
     dispatched: list[int] = field(default_factory=list)
     generated: dict[int, Any] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Replay:
 class GroupJournal:
     """Writes the journal of a run in ``folder``, and reads what an earlier start with the same ``setting`` left.
 
-    ``setting`` (JSON types) says what decides over what is generated: groups made under another one are not used.
+    ``setting`` (JSON types) holds what determines what is generated: groups made under another one are not used.
     Methods may be called from several threads and do not wait for the disk.
     """
 
@@ -82,7 +82,7 @@ class GroupJournal:
         return self.folder / f"journal_{rollout_id}.jsonl"
 
     def resume(self, rollout_id: int) -> Replay:
-        """Return what an earlier start did in rollout ``rollout_id``, go on writing there, and remove what is stale.
+        """Return what an earlier start did in rollout ``rollout_id``, continue writing there, and remove what is stale.
 
         Raises ValueError, naming the file, for one that is damaged.
         """

@@ -1,7 +1,7 @@
-"""Append-only files of JSON lines in which a torn end is recognised, and damage too.
+"""Append-only files of JSON lines in which an incomplete end is recognized, and damage too.
 
 A line is ``{"crc":"<crc32 of the record, hexadecimal>","len":<bytes of the record>,"record":<JSON>}``: any JSON tool
-reads it, and whatever a killed process or a full disk left of the last one is not mistaken for a record.
+reads it, and the part that a killed process or a full disk left of the last one is not mistaken for a record.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def read_records(path: Path) -> Iterator[tuple[Any, int]]:
 
 
 def _has_hole(line: bytes) -> bool:
-    """Whether a lost machine left zeros in a line: blocks that never reached the disk, where later ones may have.
+    """True if a lost machine left zeros in a line: blocks that never reached the disk, where later ones may have.
 
     JSON has none; a single one within a line may be a space of which a bit was flipped.
     """
@@ -70,7 +70,7 @@ def _has_hole(line: bytes) -> bool:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether a line without a record is the beginning of one."""
+    """True if a line without a record is the beginning of one."""
     head = _HEAD.match(line)
     whole = head is not None and len(line) >= head.end() + int(head[2]) + 2
     return not line.endswith(b"\n") and not whole

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 SYNC_INTERVAL_S = 2.0
 IDLE_S = 0.5
-"""How long the thread waits for more before it ends."""
+"""Time that the thread waits for more before it ends."""
 BREATH_S = 0.0001
 """The pause after each part that takes long: who encodes without one keeps the interpreter lock from the event loop."""
 MAX_WAITING = 4096
@@ -91,7 +91,7 @@ class JournalWriter:
         self._failed.discard(path)
 
     def fail(self, path: Path, error: Exception) -> None:
-        """Write no more to ``path``, and say why."""
+        """Write no more to ``path``, and log why."""
         logger.error(
             "the journal of this rollout ends; a resumed run generates again what it would have kept: %s",
             name_failure(error, path) if isinstance(error, OSError) else repr(error),
@@ -178,7 +178,7 @@ def _append(path: Path, entries: Sequence[_Entry]) -> None:
         for entry in entries:
             try:
                 line = entry.line()
-            except Exception as e:  # noqa: BLE001  (whatever plugins attach to samples, the run continues)
+            except Exception as e:  # noqa: BLE001  (the run continues with anything that plugins attach to samples)
                 logger.warning("group %s is left out of the journal: %s", entry.record.get("group"), e)
                 continue
             file.writelines(line)

@@ -29,7 +29,7 @@ _TAGS = {
 }  # fmt: skip
 _KEYS = (str, int, float, bool, type(None))
 _ARRAYS = "biufcSUmM"
-"""Kinds of dtypes whose name says all about them."""
+"""Kinds of dtypes whose name defines them fully."""
 _INTS = tuple(
     (dtype, int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
     for dtype in map(np.dtype, ("|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8"))
@@ -241,7 +241,7 @@ def _encode_tensor(tensor: Any) -> dict[str, Any]:
             array = tensor.view(torch.int16).numpy()
             return {"__array__": [array.dtype.str, list(array.shape), _b64(array)], "torch": name}
         return {**_encode_array(tensor.numpy()), "torch": name}
-    except (TypeError, RuntimeError) as e:  # sparse and quantised ones, and dtypes that NumPy has not
+    except (TypeError, RuntimeError) as e:  # sparse and quantized ones, and dtypes that NumPy has not
         raise NotStorable(f"a tensor of dtype {name} and layout {tensor.layout} has no form in the state file") from e
 
 

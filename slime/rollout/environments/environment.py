@@ -1,4 +1,4 @@
-"""What an environment is: the class that a user writes, its task, what a step returns; and one that calls tools."""
+"""Environments: the class that a user writes, its task, the result of a step; and one that calls tools."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Task:
-    """What one episode is about. The samples of a group have the same task: their rewards are compared.
+    """The task of one episode. The samples of a group have the same task: their rewards are compared.
 
     ``difficulty`` is a level from 0, ``seed`` is for tasks that are made up on the spot. ``prompt``, ``label`` and
     ``metadata`` are those of the sample (empty where there is no prompt file). ``options`` are the entry's of
@@ -36,7 +36,7 @@ class Task:
 
 @dataclass
 class Step:
-    """What an action led to. ``observation`` goes through ``format_observation``; rewards of an episode are added up.
+    """The result of an action. ``observation`` goes through ``format_observation``; rewards of an episode are added up.
 
     ``tool_calls`` and ``tool_errors`` are counted for metrics.
     """
@@ -49,7 +49,7 @@ class Step:
 
 
 class Environment:
-    """One episode: made, ``reset``, stepped until it is done or out of turns, and closed, whatever happens.
+    """One episode: made, ``reset``, stepped until it is done or out of turns, and closed in any case.
 
     Every method may be a coroutine function. A plain one runs in a thread, one at a time per episode. What a method
     raises, and a method that takes longer than ``step_timeout``, is a failure of the environment: the sample is
@@ -65,7 +65,7 @@ class Environment:
 
     @classmethod
     def check(cls, args: Args, options: Mapping[str, Any]) -> Awaitable[None] | None:
-        """Ask once, before the run, whether the services that episodes need are there; what it raises ends the run."""
+        """Check once, before the run, that the services of episodes can be reached; what it raises ends the run."""
         return None
 
     def reset(self) -> str | Messages | Awaitable[str | Messages | None] | None:
@@ -93,7 +93,7 @@ class Environment:
 
 
 def task_of(sample: Sample, name: str, start: int, options: Mapping[str, Any], evaluation: bool) -> Task:
-    """Return the task of ``sample``, with the difficulty ``start`` unless its metadata says another."""
+    """Return the task of ``sample``, with the difficulty ``start`` unless its metadata has another."""
     metadata = sample.metadata or {}
     number = sample.group_index if sample.group_index is not None else sample.index
     return Task(
@@ -123,7 +123,7 @@ class ToolEnvironment(Environment):
         self.tools: ToolRegistry = ToolRegistry(self.functions)
 
     async def reset(self) -> str | Messages | None:
-        """Add the tools of the MCP servers; a class of its own that has a ``reset`` calls this one first."""
+        """Add the tools of the MCP servers; a subclass that has a ``reset`` calls this one first."""
         if servers := environments_of(self.args)[self.task.environment].mcp_servers:
             from slime.rollout.environments.mcp_tools import tools_of_server  # the package mcp is optional
 

@@ -226,7 +226,7 @@ class Episode:
         try:
             async with asyncio.timeout(CLOSE_S):
                 await _result_of(environment.close)
-        except Exception as e:  # noqa: BLE001  (whatever a user's close raises)
+        except Exception as e:  # noqa: BLE001  (anything that a user's close raises)
             logger.warning("environment %r, close: %r", self.entry.name, e)
 
     def _compare(self, turns: ChatTurns) -> None:
@@ -286,7 +286,7 @@ class ChatTurns:
         self._special = set(tokenizer.all_special_ids)
         self._messages: Messages | None = None
         self._said = ""
-        """What stands in the model's message since it began: earlier actions, and observations that are texts."""
+        """The text of the model's message since it began: earlier actions, and observations that are texts."""
         self.text = ""
         """Everything so far, as text."""
 
@@ -299,7 +299,7 @@ class ChatTurns:
         return self._encode(self.text)
 
     def action(self, tokens: list[int], text: str) -> str:
-        """Return ``text``, which the engine's ``tokens`` say, without the special tokens at their end."""
+        """Return ``text``, which the engine's ``tokens`` decode to, without the special tokens at their end."""
         end = len(tokens)
         while end and tokens[end - 1] in self._special:
             end -= 1
@@ -310,7 +310,7 @@ class ChatTurns:
         """Return ids and text of what follows the model's turn, whose action was ``said`` and ``tokens`` end.
 
         Of a text that is the text itself. Of messages: the rest of the model's message, the messages, and the beginning
-        of its next one. Raises ValueError for a template that does not write what the model said.
+        of its next one. Raises ValueError for a template that does not write what the model generated.
         """
         if isinstance(observation, str):
             self._said = self._said + said + observation
@@ -327,7 +327,7 @@ class ChatTurns:
         return ids[written:], self._tokenizer.decode(ids[written:], skip_special_tokens=False)
 
     def is_as_rendered(self) -> bool:
-        """True when ``text`` is what the template makes of the messages; also where that cannot be said."""
+        """True when ``text`` is what the template makes of the messages; also where that cannot be determined."""
         if self._messages is None or self._said:
             return True
         return self._render(self._messages, opens=True) == self.text
@@ -343,7 +343,7 @@ class ChatTurns:
         if not found:
             raise ValueError(
                 "the chat template does not write the content of the assistant's last message as it is, so the tokens "
-                f"after it cannot be told: of a message {MARKER!r} it made {before[-200:] or after[-200:]!r}; let "
+                f"after it cannot be separated: of a message {MARKER!r} it made {before[-200:] or after[-200:]!r}; let "
                 "format_observation return a text, or use another --chat-template"
             )
         return after

@@ -38,7 +38,7 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the model asks for."""
+    """A call of a tool that the model asks for."""
 
     name: str
     arguments: dict[str, Any]
@@ -138,7 +138,7 @@ class ToolRegistry:
 def parse_tool_calls(text: str) -> list[ToolCall | ToolError]:
     """Return the calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a turn in order.
 
-    One that is no such JSON is a ToolError in its place. What is said in ``<think>`` is no call.
+    One that is no such JSON is a ToolError in its place. Text in ``<think>`` is no call.
     """
     found: list[ToolCall | ToolError] = []
     for body in _CALL.findall(text.rpartition("</think>")[2]):

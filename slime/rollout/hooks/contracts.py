@@ -1,4 +1,4 @@
-"""How the rollout manager calls each of its hooks: what the flags that name them declare."""
+"""The contracts by which the rollout manager calls its hooks: the flags that name them declare them."""
 
 from __future__ import annotations
 

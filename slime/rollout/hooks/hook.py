@@ -30,7 +30,7 @@ class Hook:
     """A user's function. ``str`` gives flag, dotted path, file and line, for messages.
 
     Call it like the function, where blocking is right, or await ``awaited``. Whether the function is a coroutine
-    function makes no difference: what it returns is awaited when that can be. Whatever it raises carries a note that
+    function makes no difference: what it returns is awaited when that can be. Any error in it carries a note that
     names the hook and the samples among its arguments.
     """
 
@@ -52,7 +52,7 @@ class Hook:
             return await result if inspect.isawaitable(result) else result
 
     async def awaited_off_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Call a coroutine function on the event loop, a plain one, which may compute or block, in a thread of its own.
+        """Call a coroutine function on the event loop, a plain one, which may compute or block, in a new thread.
 
         An awaitable that a plain function returns is awaited on the event loop.
         """
@@ -143,7 +143,7 @@ def make_hook(path: str, name: str, flag: str | None = None, load: Callable[[str
 
 @functools.cache
 def checked_hook(path: str, contract: Contract, flag: str) -> Hook:
-    """Return the hook at a dotted path, which can be called as ``contract`` says. Raises as ``make_hook`` does."""
+    """Return the hook at a dotted path, which can be called as ``contract`` declares. Raises as ``make_hook`` does."""
     hook = Hook(flag, path, load_function(path, flag))
     _check_call(hook, contract)
     return hook
@@ -215,7 +215,7 @@ def place_of(function: Any) -> str:
 
 
 def with_notes(error: BaseException) -> str:
-    """Return the message of ``error`` and its notes, which say where it comes from."""
+    """Return the message of ``error`` and its notes, which name its origin."""
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -246,7 +246,7 @@ def _shown(result: Any) -> str:
 
 
 def finish(result: Any) -> Any:
-    """Return ``result``, awaited if it can be, blocking until it is there.
+    """Return ``result``, awaited if it can be, blocking until it is done.
 
     On the thread of an event loop, which cannot wait for itself, a loop in another thread awaits it.
     """

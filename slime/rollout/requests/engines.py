@@ -1,4 +1,4 @@
-"""What the engines of a run are doing, and stopping it."""
+"""The loads of a run's engines, and aborts of their requests."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ PROBE_DEADLINE_S = 3.0
 LOAD_DEADLINE_S = 3.0
 """The load of an engine that does not report it within this time is left out."""
 ASKED_AT_ONCE = 64
-"""Engines whose load is asked for at the same time."""
+"""Engines whose load is fetched at the same time."""
 DESCRIBED = 8
-"""Engines that a message tells of."""
+"""Engines that a message describes."""
 SHORTEST_QUEUE = 8
 
 
@@ -123,7 +123,7 @@ class EngineLoad:
 
     @property
     def surplus(self) -> int:
-        """How many more wait than should (below 0: fewer)."""
+        """The number of requests that wait beyond those that should (below 0: fewer wait)."""
         wanted = max(SHORTEST_QUEUE, self.running // 4)
         if not self.waiting:
             return -max(wanted, self.running)  # it may be idle in part, and can take as many again
@@ -133,8 +133,8 @@ class EngineLoad:
 
 
 class EngineLoads:
-    """What the engines behind a router report that generate responses. ``router_url`` is called for the address when it
-    is needed.
+    """The loads that the engines behind a router report which generate responses. ``router_url`` is called for the
+    address when it is needed.
     """
 
     def __init__(self, router_url: Callable[[], str], planned: int | Callable[[], int] = 0) -> None:

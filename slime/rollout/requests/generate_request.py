@@ -27,7 +27,7 @@ RESUME_PAUSE_S = 0.2
 
 
 class Resumes:
-    """Whether ``sample`` needs another request after one that ended.
+    """Decides if ``sample`` needs another request after one that ended.
 
     An abort that was not requested here (engines abort for a weight sync) is resumed from the tokens that were made.
     Raises AssertionError for a sample that is not PENDING or ABORTED.

@@ -102,7 +102,7 @@ class PendingRewards:
         """Done when callers are to stop waiting."""
 
     def __len__(self) -> int:
-        """How many samples have a reward on its way."""
+        """Return the number of samples whose reward is being computed."""
         return len(self._by_sample)
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ def least_used(counts: list[int]) -> Iterator[int]:
 
 
 class Bookkeeping:
-    """Which rollout and evaluation are made, and their rewards."""
+    """The rollout and the evaluation that are being made, and their rewards."""
 
     def __init__(self, args: Args | None = None) -> None:
         self.rollout_id: int | None = None

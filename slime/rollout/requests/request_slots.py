@@ -1,9 +1,9 @@
-"""How many requests may be in flight: a semaphore whose limit follows what the engines do with them.
+"""The limit of requests in flight: a semaphore whose limit follows what the engines do with them.
 
 Engines report what they run and what waits there. A short queue at every engine is right: a slot that becomes free is
 filled without the way to this process and back, and the next request still goes to whichever engine is free first. The
 router decides where a request goes, so that the limit is one number for all engines, and the engine with the shortest
-queue sets it: it must never run dry, whatever piles up at a slower one.
+queue sets it: it must never run dry, no matter how many pile up at a slower one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 1.0
 LOOK_INTERVAL_PER_ENGINE_S = 0.02
-"""Engines are asked one by one: with more than fifty, less often than every ``LOOK_INTERVAL_S``."""
+"""Engine loads are fetched one by one: with more than fifty, less often than every ``LOOK_INTERVAL_S``."""
 
 
 def next_limit(limit: int, most: int, in_flight: int, loads: Sequence[EngineLoad], *, refused: int, short: bool) -> int:
     """Return the limit that follows ``limit``, from the number of live engines up to ``most``.
 
-    ``refused`` of the requests in flight were refused and wait to be sent again. ``short`` says that there are
-    requests which wait for a slot: otherwise nothing says that the limit is too low.
+    ``refused`` of the requests in flight were refused and wait to be sent again. ``short``: some
+    requests wait for a slot; otherwise nothing shows that the limit is too low.
     """
     engines = len(loads)
     surplus = engines * min(load.surplus for load in loads)
@@ -68,7 +68,7 @@ class RequestSlots(asyncio.Semaphore):
 
     @property
     def most(self) -> int:
-        """How many may ever be in flight; more when engines join."""
+        """The most requests that may ever be in flight; more when engines join."""
         return self._most() if callable(self._most) else self._most
 
     async def acquire(self) -> Any:
@@ -100,7 +100,7 @@ class RequestSlots(asyncio.Semaphore):
         self.changed()
 
     def resize(self, limit: int) -> None:
-        """Let ``limit`` requests be in flight. What is above a lower limit ends by itself."""
+        """Let ``limit`` requests be in flight. Those above a lower limit are left to end."""
         more, self.limit = limit - self.limit, limit
         while more > 0:
             more -= 1
@@ -144,7 +144,7 @@ class RequestSlots(asyncio.Semaphore):
             logger.debug("the router does not list its engines: %s", e)
             return
         if not loads:
-            return  # all is well with none of them, and nothing can be learnt
+            return  # all is well with none of them, and nothing can be learned
         most = max(1, min(self.most, self.most * len(loads) // self._engines.listed))
         refused = get_http_client().refused
         limit = next_limit(self.limit, most, self.in_flight, loads, refused=refused, short=self.waiting > 0)
@@ -167,7 +167,7 @@ class RequestSlots(asyncio.Semaphore):
     def _begin_to_look(self) -> None:
         self._timer = None
         if not self.waiting and not get_http_client().refused:
-            self._look_later()  # the limit holds nobody back: no need to ask every engine
+            self._look_later()  # no request waits for a slot: no need to ask every engine
             return
         self._look = asyncio.get_running_loop().create_task(self.follow(), name="engine-loads")
         self._look.add_done_callback(self._looked)

@@ -59,7 +59,7 @@ def _metadata(sample: Sample) -> dict[str, Any]:
 def reward_hook(args: Args, sample: Sample) -> Hook | None:
     """Return the custom reward of ``sample``: its own, else that of the run; None for a built-in one.
 
-    A path of "" says that the sample has none, whatever the run has.
+    A path of "" means that the sample has none, even if the run has one.
     """
     if sample.custom_rm_path == "":
         return None
@@ -130,7 +130,7 @@ async def batched_async_rm(args: Args, samples: list[Any], **kwargs: Any) -> lis
     """Return the rewards of several samples, in order; the first failure cancels the others.
 
     ``args.custom_rm_path`` is called once, with ``samples`` as they are: a group may hold lists of samples. It may
-    set the rewards itself and return None. Samples that name a reward of their own, and all samples without
+    set the rewards itself and return None. Samples that name their own reward, and all samples without
     ``args.custom_rm_path``, are scored one by one. Rewards of lists of samples are lists too.
     """
     args = with_defaults(args)

@@ -1,4 +1,4 @@
-"""What of a response a rule reads: not the tokens that an engine ends it with, and not the reasoning."""
+"""The part of a response that a rule reads: not the tokens that an engine ends it with, and not the reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""Whether two final answers say the same: numbers, formulas, relations, tuples, intervals, sets, unions, matrices.
+r"""Equality of two final answers: numbers, formulas, relations, tuples, intervals, sets, unions, matrices.
 
 Beyond mathematics, two rules of PRM800K's grader hold: a fraction of integers has to be reduced, and an integer is only
 equal to a written integer. The order of a list or tuple counts, that of a set or union does not; ``a \pm b`` is a set
@@ -104,7 +104,7 @@ def _scripts(text: str) -> str:
 
 
 def equal_answers(given: str, truth: str, nested: int = 0) -> bool:
-    """True when two canonical answers say the same."""
+    """True when two canonical answers are equal."""
     if given == truth:
         return True
     if not given or not truth or nested > _MOST_NESTED:
@@ -208,7 +208,7 @@ def _same_relations(
 
 
 def _is_name(text: str) -> bool:
-    r"""Whether ``text`` may name an answer: ``x``, ``x_{1}``, ``f(x)``, ``ab`` (a side of a triangle)."""
+    r"""Return True if ``text`` may name an answer: ``x``, ``x_{1}``, ``f(x)``, ``ab`` (a side of a triangle)."""
     return re.fullmatch(r"[^\W\d_]{1,2}(?:_\{[^{}]*\})?'?(?:\([a-z]\))?", text) is not None
 
 
@@ -254,7 +254,7 @@ def _integer_fraction(tree: Tree) -> tuple[Fraction, Fraction] | None:
 
 
 def _is_formula(text: str) -> bool:
-    """Whether letters may be symbols: those of words are not, whose order counts."""
+    """Return True if the letters of ``text`` may be symbols: those of words are not, whose order counts."""
     plain = _NOT_LETTERS.sub(" ", text)
     runs = re.findall(r"[a-z]+", plain)
     different, longest = len(set("".join(runs))), max(map(len, runs), default=0)

@@ -137,7 +137,7 @@ class RewardErrors:
             return True, await self._answer(args, samples, kind, ask)
         except (NotImplementedError, BadReward, ServiceOutage):
             raise
-        except Exception as e:  # noqa: BLE001  (whatever a reward raises costs its samples, and is counted)
+        except Exception as e:  # noqa: BLE001  (any error of a reward costs its samples, and is counted)
             end_if_cancelled()
             for sample in samples:
                 self._record(args, sample, e)
@@ -147,7 +147,7 @@ class RewardErrors:
             self.latencies[kind].append(time.monotonic() - began)
 
     async def _answer(self, args: Args, samples: Sequence[Sample], kind: str, ask: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the reward. One whose server does not answer is asked for again: see ``slime.rollout.outages``."""
+        """Return the reward. One whose server does not answer is requested again: see ``slime.rollout.outages``."""
         hook = reward_hook(args, samples[0])
         entry = reward_type(kind)
         of_url = f" of {args.rm_url}" if entry is not None and entry.needs_url else ""
@@ -282,7 +282,7 @@ class _Reward:
 
 
 class SlowRewards:
-    """Watches rewards under way from a thread of its own: one that blocks the event loop cannot block that."""
+    """Watches rewards in progress from a separate thread: one that blocks the event loop cannot block that."""
 
     def __init__(self, slow_s: float | None = None) -> None:
         self._slow_s = slow_s
@@ -294,7 +294,7 @@ class SlowRewards:
     def watching(
         self, indices: Sequence[int | None], limit_s: float, name: str, function: Callable[..., Any] | None
     ) -> Iterator[None]:
-        """Within the block the reward ``name`` of the samples ``indices`` is under way, for ``limit_s`` at most."""
+        """Within the block the reward ``name`` of the samples ``indices`` is in progress, for ``limit_s`` at most."""
         reward = _Reward(time.monotonic(), limit_s, indices, name, function, threading.get_ident())
         with self._lock:
             self._under_way[id(reward)] = reward
@@ -340,7 +340,7 @@ def _sentence(reward: _Reward, count: int) -> str:
 
 
 def _whereabouts(reward: _Reward) -> tuple[str, bool]:
-    """Where the function is being run, if it is (one that awaits something is in no thread), and whether it blocks."""
+    """Return the line that the function is at ("" if it awaits something: it is in no thread), and if it blocks."""
     code = getattr(reward.function, "__code__", None)
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top

@@ -1,4 +1,4 @@
-r"""Reading expressions, LaTeX or plain, as trees: what two answers say is compared on these, and nothing is executed.
+r"""Reading expressions, LaTeX or plain, as trees: two answers are compared on these, and nothing is executed.
 
 A tree is a tuple of an operator and its operands: ``("+", ...)``, ``("number", Fraction)``, ``("symbol", "x")``.
 """
@@ -182,12 +182,12 @@ class _Parser:
         return number
 
     def _follows_a_factor(self) -> bool:
-        """Whether something stands right before the token just taken that it is multiplied with."""
+        """Return True if a factor is right before the token just taken, which it is multiplied with."""
         before = self.tokens[self.position - 2] if self.position > 1 else ""
         return before[-1:].isalnum() or before in (")", "]", "}")
 
     def _argument(self) -> Tree:
-        r"""What follows a command: a group, or one character as in ``\frac12``."""
+        r"""Parse the argument of a command: a group, or one character as in ``\frac12``."""
         token = self._peek()
         if token == "{":
             self._take()

@@ -12,7 +12,7 @@ KINDS = ("raised", "timeout", "memory", "crashed", "remote")
 
 
 class RewardFailure(RuntimeError):
-    """Why one reward could not be computed: ``kind`` (one of KINDS) and, where there is one, the traceback.
+    """The failure to compute one reward: ``kind`` (one of KINDS) and, where there is one, the traceback.
 
     ``by_answer``: the limit on CPU time or memory was exceeded, which does not depend on how busy the machine is.
     """

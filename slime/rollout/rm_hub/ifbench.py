@@ -1,6 +1,6 @@
 """Instructions that can be verified (IFBench, arXiv:2507.02833), by the checkers that its authors publish.
 
-They are a program of their own: the directory of https://github.com/allenai/IFBench has to be on the ``PYTHONPATH``
+They are a separate program: the directory of https://github.com/allenai/IFBench has to be on the ``PYTHONPATH``
 of the run, and what its ``requirements.txt`` names has to be installed.
 """
 
@@ -18,7 +18,7 @@ from slime.rollout.rm_hub.answer_text import final_answer
 __all__ = ["compute_ifbench_reward"]
 
 MODULE = "evaluation_lib"
-"""Where the published checkers have ``InputExample`` and ``test_instruction_following_strict``."""
+"""The module in which the published checkers have ``InputExample`` and ``test_instruction_following_strict``."""
 
 
 def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
@@ -58,7 +58,7 @@ def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[s
 
 @functools.cache
 def load_checkers() -> ModuleType:
-    """Return the module of the published checkers. Raises ImportError that says where to get them."""
+    """Return the module of the published checkers. Raises ImportError that names their source."""
     try:
         checkers = importlib.import_module(MODULE)
     except ImportError as e:

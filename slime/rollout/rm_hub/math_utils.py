@@ -1,4 +1,4 @@
-"""Grading of mathematical answers: take the last box, compare normalized text, then compare what it says.
+"""Grading of mathematical answers: take the last box, compare normalized text, then compare its value.
 
 The rules are those of the MATH data set's grader (Hendrycks et al. 2021) and of PRM800K's (Lightman et al. 2023):
 fractions must be reduced, and an integer is only equal to an integer.
@@ -113,7 +113,7 @@ def grade_answer_mathd(given_answer: str, ground_truth: str) -> bool:
 
 
 def grade_answer_sympy(given_answer: str, ground_truth: str) -> bool:
-    """True when the two answers say the same, values compared (the name is older than the way it is done)."""
+    """True when the two answers are equal, values compared (the name is older than the way it is done)."""
     return equal_answers(canonical(given_answer), canonical(ground_truth))
 
 

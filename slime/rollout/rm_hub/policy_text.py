@@ -1,4 +1,4 @@
-"""What of a response the policy wrote: a rule grades that, and not what a tool or an environment answered."""
+"""The part of a response that the policy wrote: a rule grades that, and not what a tool or an environment answered."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.utils.types import Sample
 __all__ = ["has_others_text", "own_text"]
 
 _BETWEEN = " \n "
-"""Stands for the text of others: what the policy wrote before and after it is not one word."""
+"""Replaces the text of others: what the policy wrote before and after it is not one word."""
 
 
 _loading = threading.Lock()

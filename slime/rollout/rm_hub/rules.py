@@ -34,7 +34,7 @@ def as_response(kind: str, answer: str) -> str:
 
 
 def best_answers(kind: str, label: Any, metadata: Mapping[str, Any]) -> list[str]:
-    """Return responses of which one should be right; none where the rule does not say."""
+    """Return responses of which one should be right; none where the rule does not define any."""
     entry = REWARD_TYPES[kind]
     if entry.best_answers is not None:
         return load_function(entry.best_answers)(label, metadata)

@@ -14,7 +14,7 @@ _SECCOMP_MODE_FILTER = 2
 _ALLOW, _REFUSE_WITH = 0x7FFF0000, 0x00050000
 _LOAD, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _ARCHITECTURE, _NUMBER, _FIRST_ARGUMENT = 4, 0, 16
-"""Where a program finds these."""
+"""Offsets at which a program finds these."""
 _CLONE_THREAD = 0x00010000
 _CLONE3 = 435
 

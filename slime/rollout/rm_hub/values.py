@@ -24,7 +24,7 @@ _LARGEST_ANGLE = 1e50
 _LARGEST_FACTORIAL = 2000
 _POINTS = 6
 _KNOWN_TO = 1e-30
-"""What two values are known to, relative to their size, before they are called equal."""
+"""Relative error down to which two values are known before they are called equal."""
 
 
 class _Undefined(Exception):
@@ -56,7 +56,7 @@ def _digits() -> Any:
 def equal_values(first: Tree, second: Tree) -> bool:
     """True when two expressions have the same value, for all values of their symbols.
 
-    Expressions with symbols are compared at several points. False when no value can be told.
+    Expressions with symbols are compared at several points. False when a value cannot be determined.
     """
     symbols = sorted(_symbols(first) | _symbols(second))
     rng = random.Random(0)

@@ -2,7 +2,7 @@
 
 Run as ``python -m slime.rollout.rm_hub.worker_main`` by ``slime.rollout.rm_hub.workers``. Jobs come on standard input
 and replies go to standard output. It may not outlive its owner, take too much memory or start processes. With
-``WorkerLimits.fresh`` every job has a process of its own, a fork of this one. Linux only.
+``WorkerLimits.fresh`` every job has a new process, a fork of this one. Linux only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _answer(function: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return ("ok", load_function(function)(*arguments))
     except MemoryError as e:
         return ("memory", f"MemoryError: {e}", "".join(traceback.format_exception(e, limit=-20)))
-    except BaseException as e:  # noqa: BLE001  (SystemExit too: the worker is there for the next sample)
+    except BaseException as e:  # noqa: BLE001  (SystemExit too: the worker continues with the next sample)
         return ("raised", f"{type(e).__name__}: {e}", "".join(traceback.format_exception(e, limit=-20)))
 
 
@@ -119,7 +119,7 @@ def serve(owner_pid: int, limits: WorkerLimits) -> None:
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     faulthandler.enable()
-    # Both timers end this process in whatever code it is, after the stack is written to standard error.
+    # Both timers end this process in any code, after the stack is written to standard error.
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

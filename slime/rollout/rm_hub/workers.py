@@ -1,4 +1,4 @@
-"""Worker processes for rule rewards: whatever an answer makes a grader do, the event loop is not blocked.
+"""Worker processes for rule rewards: no answer makes a grader block the event loop.
 
 Each worker is served by a thread of this process and does one job at a time. It has limits on CPU time, wall-clock
 time, memory and processes; what exceeds one costs that job, and the worker is replaced. Workers end with this process.
@@ -35,7 +35,7 @@ from slime.utils.cores import usable_cores
 
 START_LIMIT_S = 120.0
 STOP_GRACE_S = 5.0
-"""How much later than its own limit a worker is killed that did not end by itself."""
+"""Time after its own limit at which a worker that has not ended is killed."""
 WALL_PER_CPU = 6.0
 STDERR_BYTES = 8192
 """Of the end of standard error, kept for the message."""
@@ -65,17 +65,17 @@ def read_job(stream: BinaryIO) -> Any:
 
 
 def reply_frame(value: Any) -> bytes:
-    """Return ``value`` in a frame of JSON, tuples as lists. Raises TypeError or ValueError for what JSON cannot say."""
+    """Return ``value`` in a frame of JSON, tuples as lists. Raises TypeError or ValueError for what is no JSON."""
     body = json.dumps(value).encode()
     return LENGTH.pack(len(body)) + body
 
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What one job may take. The wall-clock limit is wider: a busy machine must not change rewards.
+    """The limits of one job. The wall-clock limit is wider: a busy machine must not change rewards.
 
-    ``fresh``: every job has a process of its own, so that nothing it does is there for the next one. ``sealed``: that
-    process has no environment, no files, no network and no other process; only what was loaded before is there.
+    ``fresh``: every job has a new process, so that nothing it does remains for the next one. ``sealed``: that
+    process has no environment, no files, no network and no other process; only what was loaded before is available.
     """
 
     cpu_s: float = 5.0
@@ -248,14 +248,14 @@ class RewardWorkers:
         answer: Future[Any] = Future()
         try:
             message = job_frame((function, arguments))
-        except Exception as e:  # noqa: BLE001  (whatever an argument's own pickling raises)
+        except Exception as e:  # noqa: BLE001  (anything that an argument's own pickling raises)
             answer.set_exception(RewardFailure("raised", f"{function}: the arguments cannot be sent: {e!r}"))
             return answer
         self._jobs.put(_Job(function, message, answer))
         return answer
 
     async def call(self, function: str, *arguments: Any) -> Any:
-        """Await ``submit``. A cancelled call that is being computed is left to end by itself."""
+        """Await ``submit``. A cancelled call that is being computed is left to end."""
         return await asyncio.wrap_future(self.submit(function, *arguments))
 
     def close(self) -> None:

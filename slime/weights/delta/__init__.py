@@ -1,1 +1,1 @@
-"""What changed between two versions of a checkpoint: encoded per tensor, described by a manifest. No torch."""
+"""Changes between two versions of a checkpoint: encoded per tensor, described by a manifest. No torch."""

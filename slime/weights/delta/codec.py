@@ -1,7 +1,7 @@
 """Changed elements of a tensor as bytes, and back.
 
 A tensor is compared element by element as unsigned integers, so that NaNs and the two zeros are what their bits are.
-``sparse`` stores the gaps between changed elements as one byte each (255: a longer one follows in a list of its own)
+``sparse`` stores the gaps between changed elements as one byte each (255: a longer one follows in a separate list)
 and their values, byte plane by byte plane, since the upper bytes of values that hardly moved are alike; every part is
 compressed with zstd. ``whole`` stores the tensor as it is, where that is smaller or too much changed. The idea of
 storing positions and values is that of PULSE (https://arxiv.org/abs/2602.03839).

@@ -45,7 +45,7 @@ class NoWayError(StructuredError):
 
 @dataclass(frozen=True)
 class State:
-    """What a directory holds: ``version``; anything between it and ``applying``, unless that is None.
+    """Content of a directory: ``version``; anything between it and ``applying``, unless that is None.
 
     ``boot``: of the machine. What is written is not waited for on its way to the disk: a restart may lose some of it.
     """

@@ -1,8 +1,8 @@
-"""What a version of the weights is made of: ``manifest.json`` beside its files.
+"""Manifest of a version of the weights: ``manifest.json`` beside its files.
 
 A version is whole (``base`` is null; a Hugging Face checkpoint) or the changes from its base. Its *state* is one digest
 over the checksums of all tensors, so that a copy proves by name that it holds the content which changes were made from,
-whatever run, machine or earlier attempt it comes from.
+from any run, machine or earlier attempt.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Payload:
-    """Where the changes of a tensor lie: ``bytes`` from ``offset`` of ``file`` on, in the ``form`` of the codec."""
+    """Place of the changes of a tensor: ``bytes`` from ``offset`` of ``file`` on, in the ``form`` of the codec."""
 
     file: str
     offset: int

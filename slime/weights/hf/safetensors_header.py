@@ -1,4 +1,4 @@
-"""Where the tensors of a safetensors file lie, without reading them."""
+"""Locate the tensors of a safetensors file, without reading them."""
 
 from __future__ import annotations
 

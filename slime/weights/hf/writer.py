@@ -1,4 +1,4 @@
-"""What every writer of a Hugging Face checkpoint does besides writing tensors: index, other files, publication."""
+"""Steps of every writer of a Hugging Face checkpoint besides writing tensors: index, other files, publication."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def copy_other_files(source: Path, target: Path) -> None:
 
 
 def remove_quantization(directory: Path) -> None:
-    """Let ``config.json`` no longer say that weights are quantized."""
+    """Remove ``quantization_config`` from ``config.json``."""
     path = directory / "config.json"
     config: dict[str, Any] = json.loads(path.read_text())
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
@@ -126,7 +126,7 @@ def remove_quantization(directory: Path) -> None:
 def write_dtype(directory: Path, written: Iterable[tuple[torch.Size | tuple[int, ...], torch.dtype]]) -> None:
     """Let ``config.json`` name the dtype that most numbers of ``written`` (shape, dtype) have, which may be new.
 
-    The biases of experts are fp32 whatever the weights are.
+    The biases of experts are fp32 under weights of any dtype.
     """
     numbers: Counter[torch.dtype] = Counter()
     for shape, dtype in written:

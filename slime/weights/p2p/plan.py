@@ -1,4 +1,4 @@
-"""Where the elements of Hugging Face tensors go in the memory of one engine rank.
+"""Plans of where the elements of Hugging Face tensors go in the memory of one engine rank.
 
 The trainer's tensors are numbered, and a rank's plan is a list of pieces of them. A piece knows nothing of addresses:
 ranks that are laid out alike have equal ones.

@@ -1,4 +1,4 @@
-"""What trainer ranks and engine ranks tell each other in a store, as JSON.
+"""Messages between trainer ranks and engine ranks in a store, as JSON.
 
 The trainer opens the store and says which tensors it sends; every engine rank answers with its plan and the addresses
 of its memory. In every push each trainer rank leaves the checksums of what it has written for every engine rank.
@@ -34,7 +34,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class EngineRank:
-    """What a rank of an engine answers: ``parameters`` by name: address and dtype of their memory."""
+    """Answer of an engine rank: ``parameters`` by name: address and dtype of their memory."""
 
     agent: str
     parameters: Mapping[str, tuple[int, str]]
@@ -47,7 +47,7 @@ def put(store: Store, key: str, value: Any) -> None:
 
 
 def get(store: Store, key: str) -> Any:
-    """Return the value of ``key``. Raises ``torch.distributed.DistStoreError`` when nobody sets it in time."""
+    """Return the value of ``key``. Raises ``torch.distributed.DistStoreError`` when it is not set in time."""
     return json.loads(store.get(key))
 
 

@@ -2,7 +2,7 @@
 
 It is given tensors without content (device ``meta``), which keep their strides through the views that loaders make:
 names, fused layers, tensor-parallel shards and experts. Where a view of one is copied into the model, both sides are
-noted, and nothing is copied. What cannot be told apart in this way is refused with the name of the parameter: content
+noted, and nothing is copied. What cannot be traced in this way is refused with the name of the parameter: content
 that is computed from a tensor or a parameter, elements that are not loaded, and those that are loaded twice.
 """
 

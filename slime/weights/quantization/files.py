@@ -89,7 +89,7 @@ def described(form: Format) -> list[Any]:
 def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False) -> None:
     """Write ``target``: the checkpoint ``source`` with every quantized weight in bf16, and the rest as it is.
 
-    The configuration no longer says that weights are quantized. Raises as ``quantize_checkpoint``, and ValueError for
+    The configuration no longer describes quantized weights. Raises as ``quantize_checkpoint``, and ValueError for
     a checkpoint that is not quantized, or lacks scales.
     """
     config = read_config(source)

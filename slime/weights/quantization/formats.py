@@ -1,4 +1,4 @@
-"""How one weight is stored: FP8 with a scale per block, row or tensor, and INT4 with a scale per group of a row.
+"""Formats of one quantized weight: FP8 with a scale per block, row or tensor, and INT4 with a scale per group of a row.
 
 ``quantize`` returns the tensors that take the place of the weight ``NAME``, by what follows ``NAME`` in their names.
 Everything is computed in fp32 and rounded once, half to even; it works on meta tensors, which give the shapes.
@@ -18,7 +18,7 @@ Parts = dict[str, torch.Tensor]
 
 
 class Format(Protocol):
-    """How one weight is stored."""
+    """Format that one weight is stored in."""
 
     @property
     def marker(self) -> str:
@@ -44,7 +44,7 @@ class Format(Protocol):
 
     @property
     def unit(self) -> tuple[int | None, int | None]:
-        """Return how many rows and columns have a scale of their own; None: all of them."""
+        """Return how many rows and columns share one scale; None: all of them."""
         ...
 
     def config(self, ignored: list[str]) -> dict[str, Any]:

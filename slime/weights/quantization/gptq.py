@@ -112,7 +112,7 @@ def calibrate(weights: Chosen, target: Path, form: Int4, calibration: Calibratio
     tokenizer = AutoTokenizer.from_pretrained(weights.source, trust_remote_code=trust)
     rows = windows(tokenizer, calibration)
     model = AutoModelForCausalLM.from_pretrained(weights.source, dtype="auto", trust_remote_code=trust)
-    linearize_moe(model)  # transformers stacks experts, which have names of their own then
+    linearize_moe(model)  # transformers stacks experts, which have separate names then
     targets = sorted(
         name
         for name, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Which weights of a checkpoint are quantized, and how: by its configuration, and by the tensors that it has."""
+"""Choose the weights of a checkpoint to quantize, and the format, by its configuration and the tensors that it has."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Quantizer:
         form = read_format(described)
         with HfCheckpoint(path) as checkpoint:
             names = checkpoint.names
-            if isinstance(form, Int4):  # whatever the trainer computes in
+            if isinstance(form, Int4):  # not the dtype that the trainer computes in
                 scale = next((name for name in sorted(names) if name.endswith("weight_scale")), None)
                 form = replace(form, scale_dtype=None if scale is None else checkpoint.tensor(scale).dtype)
         quantized = frozenset(name.removesuffix(form.marker) for name in names if name.endswith(form.marker))
@@ -116,12 +116,12 @@ def rules_of(described: Mapping[str, Any]) -> Callable[[str, Sequence[int]], boo
 
 
 def is_linear(name: str, shape: Sequence[int]) -> bool:
-    """Whether the tensor ``name`` is the weight of a linear layer that quantized checkpoints quantize."""
+    """Return True if the tensor ``name`` is the weight of a linear layer that quantized checkpoints quantize."""
     return name.endswith(".weight") and len(shape) == 2 and not any(word in name for word in NEVER)
 
 
 def ignores(rule: str, name: str) -> bool:
-    """Whether ``rule`` of an ignore list names the weight ``name``, its module, or one that the module is part of.
+    """Return True if ``rule`` of an ignore list names the weight ``name``, its module, or one that contains that.
 
     ``re:PATTERN`` matches from the beginning; other rules are whole parts of a path: ``layers.1`` is not ``layers.10``.
     """

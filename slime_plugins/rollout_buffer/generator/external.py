@@ -1,4 +1,4 @@
-"""No generator: programs of their own write the trajectories, such as ``python -m slime.agent.serve``."""
+"""No generator: separate programs write the trajectories, such as ``python -m slime.agent.serve``."""
 
 from __future__ import annotations
 

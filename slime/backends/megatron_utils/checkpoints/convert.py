@@ -32,7 +32,7 @@ FP8_SCALE = "_scale_inv"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is converted: the flags of ``tools/convert_torch_dist_to_hf.py``.
+    """Settings of a conversion: the flags of ``tools/convert_torch_dist_to_hf.py``.
 
     ``readers`` shards are put together and ``writers`` shards written at a time; memory is that many shards of
     ``chunk_bytes``.
@@ -52,7 +52,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Described:
-    """What the files of a checkpoint say about the model that their tensors belong to."""
+    """Description of the model of a checkpoint's tensors, from the checkpoint's files."""
 
     family: Family
     dims: Dims

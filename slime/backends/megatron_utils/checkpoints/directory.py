@@ -111,7 +111,7 @@ def _absent(directory: Path) -> str | None:
 def begin(root: str | Path, iteration: int) -> Path:
     """Make and return the empty directory to write ``iteration`` into. Removes what earlier crashes left behind.
 
-    Raises RuntimeError when another process is writing one of its own.
+    Raises RuntimeError when another process is writing another one.
     """
     root = Path(root)
     root.mkdir(parents=True, exist_ok=True)

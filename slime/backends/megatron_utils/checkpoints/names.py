@@ -1,4 +1,4 @@
-"""What checkpoints of TransformerEngine's layers have under other names than those of Megatron's own, or alone.
+"""Handle tensors that checkpoints of TransformerEngine's layers name differently than Megatron's, or have alone.
 
 A norm is one weight under two names: TransformerEngine fuses it into the linear layer behind it where it can. Megatron
 names the norms of its own layers likewise in checkpoints, but for those before experts, before linear attention and in

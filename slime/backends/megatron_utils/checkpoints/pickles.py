@@ -1,4 +1,4 @@
-"""What the pickles in a checkpoint may make when it is read: plain values, tensors and how they are stored.
+"""Allowlist for what the pickles in a checkpoint may make when it is read: plain values, tensors and their storage.
 
 A pickle can name any function, which whoever reads it then runs. torch reads ``.metadata`` and the values between the
 tensors of a ``torch_dist`` checkpoint in that way, also where everything else is read with ``weights_only``.
@@ -77,7 +77,7 @@ def _load_storage(data: bytes) -> Any:
     """Read what torch's own ``_load_from_bytes`` would read as a pickle that may run anything."""
     try:
         return torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as e:  # whatever it is: torch's own may read it, and run something
+    except Exception as e:  # of any kind: torch's own may read it, and run something
         refused = _REFUSED_BY_TORCH.search(str(e))
         raise UntrustedPickle("torch.storage._load_from_bytes" if refused is None else refused[1]) from e
 
@@ -114,7 +114,7 @@ def check_metadata(directory: Path) -> None:
             _Plain(file).load()
         except UntrustedPickle as e:
             raise UntrustedPickle(_sentence(path, str(e))) from None
-        except Exception:  # noqa: BLE001  (cut off: who reads it next says so, and runs nothing before)
+        except Exception:  # noqa: BLE001  (cut off: its next reader reports that, and runs nothing before)
             return
 
 
@@ -145,7 +145,7 @@ def plain_values_only(directory: Path, *, trusted: bool = False) -> Iterator[Non
 
 
 def reading_plain_values(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate ``load(args, root, state, *, step, ...)``: it runs nothing of the checkpoint unless told to."""
+    """Decorate ``load(args, root, state, *, step, ...)``: it runs no code of the checkpoint without ``FLAG``."""
 
     @wraps(load)
     def read(args: Args, root: str | Path, *others: Any, step: int | None = None, **options: Any) -> Any:

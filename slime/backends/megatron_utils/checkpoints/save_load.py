@@ -285,7 +285,7 @@ def _naming_damage(directory: Path) -> Iterator[None]:
 
 
 def _is_of_planning(cause: BaseException) -> bool:
-    """Whether what is asked for does not fit what is there: other shapes or names, not other bytes."""
+    """Return True if the request does not fit the checkpoint: other shapes or names, not other bytes."""
     return any(word in str(cause) for word in ("Missing key", "Size mismatch", "size mismatch", "shape"))
 
 
@@ -433,7 +433,7 @@ class _PendingSave:
 
 
 def _is_stateless(args: Args) -> bool:
-    """Whether the optimizer has nothing to save, so that its schedule is all there is to continue."""
+    """Return True if the optimizer has nothing to save, so that its schedule is all there is to continue."""
     return args.use_stateless_adam
 
 
@@ -505,7 +505,7 @@ def _freezes_some(model: Sequence[torch.nn.Module]) -> bool:
 
 
 def _freezes_some_anywhere(model: Sequence[torch.nn.Module]) -> bool:
-    """Whether layers may differ in what is trained: one tensor of all layers' optimizer state would have gaps then."""
+    """Return True if some rank freezes a part: one tensor of all layers' optimizer state could have gaps then."""
     found = torch.tensor([float(_freezes_some(model))], device=next(model[0].parameters()).device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())

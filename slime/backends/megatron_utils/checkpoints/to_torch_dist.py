@@ -264,7 +264,7 @@ def _file_name(number: int) -> str:
 
 
 def _written(path: Path, entries: Sequence[Entry], weights: Weights, described: Described, bar: Progress) -> Places:
-    """Write ``path``, or leave it as it is when a note beside it says that it is complete; return what is where."""
+    """Write ``path``, or leave it as it is when a note beside it marks it as complete; return what is where."""
     note = path.with_suffix(".places")
     if note.is_file():
         bar.update(len(entries))
@@ -353,13 +353,13 @@ def _complete(
 def _extra_states(entries: Sequence[Entry], num_experts: int) -> list[str]:
     """Return the keys of the states beside weights that Megatron asks for; without FP8 there is nothing in them.
 
-    Which modules have one depends on whose layers they are: here all have one that may. What nobody asks for does no
-    harm.
+    The modules that have one depend on the library of the layers: here all have one that may. A state that is not
+    asked for does no harm.
     """
     modules: dict[str, bool] = {}
     for entry in entries:
         module, _, kind = entry.key.rpartition(".")
-        plain = any(part in module for part in (".linear_attn", ".router"))  # nobody's but PyTorch's
+        plain = any(part in module for part in (".linear_attn", ".router"))  # plain PyTorch modules have none
         if entry.key.startswith(("decoder.", "mtp.")) and kind in ("weight", _FUSED_NORM) and not plain:
             modules[module] = entry.expert is not None
             if module.endswith(".self_attention.linear_proj"):

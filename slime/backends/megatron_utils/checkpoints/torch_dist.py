@@ -21,7 +21,7 @@ from slime.backends.megatron_utils.checkpoints.pickles import check_metadata
 
 # A key of all layers of a decoder, or of one of them, has the layer's number in the tensor's first dimension or in it.
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
-# The experts of a layer are one tensor with a first dimension of its own, or a tensor each.
+# The experts of a layer are one tensor with an additional first dimension, or a tensor each.
 _EXPERTS = re.compile(r"^(?P<head>.*?\.experts\.)(?:experts\.)?(?:(?P<number>\d+)\.)?(?P<tail>linear_fc\d\.\w+)$")
 # Optimizer states, random states and TransformerEngine's extra states are no weights.
 _NO_WEIGHT = re.compile(r"optimizer|_state")
@@ -41,7 +41,7 @@ class StoredWeight:
 class TorchDistCheckpoint:
     """The weights in ``directory``: one iteration (``iter_0000012``), or a ``--save`` directory, whose last it takes.
 
-    Tensors are put together from the shards of whatever parallel layout wrote them. Raises FileNotFoundError and
+    Tensors are put together from the shards of any parallel layout that wrote them. Raises FileNotFoundError and
     ValueError for what is no complete checkpoint.
     """
 
@@ -87,7 +87,7 @@ class TorchDistCheckpoint:
     def training_args(self) -> Namespace | None:
         """Return the command line that Megatron-LM stores beside the weights; None where there is none.
 
-        Nothing of the file is run: whatever is not a plain value becomes an empty object.
+        Nothing of the file is run: everything but a plain value becomes an empty object.
         """
         common = torch.load(self.path / "common.pt", map_location="cpu", weights_only=False, pickle_module=_PlainPickle)
         args = common.get("args") if isinstance(common, dict) else None
@@ -185,7 +185,7 @@ class _Empty:
 
 
 class _PlainPickle:
-    """What ``torch.load`` needs of a pickle module, which makes namespaces and tensors and nothing else."""
+    """Pickle module for ``torch.load`` that makes namespaces and tensors and nothing else."""
 
     _ALLOWED = (("argparse", "Namespace"), ("collections", "OrderedDict"), ("torch._utils", "_rebuild_tensor_v2"))
 

@@ -27,7 +27,7 @@ Kind = Literal["column", "row", "replicated"]
 
 @dataclass(frozen=True)
 class Form:
-    """How adapters are made: the flags ``--lora-*``."""
+    """Settings of the adapters: the flags ``--lora-*``."""
 
     rank: int
     alpha: float
@@ -37,7 +37,7 @@ class Form:
 
     @property
     def scale(self) -> float:
-        """What ``B A`` is multiplied with."""
+        """Factor of ``B A``."""
         return self.alpha / self.rank
 
 

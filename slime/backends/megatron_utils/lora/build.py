@@ -1,4 +1,4 @@
-"""Which linear layers get adapters, and everything else frozen."""
+"""Add adapters to the chosen linear layers and freeze everything else."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def cp_segments(
 def packed_segments(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int]
 ) -> list[Segment]:
-    """Return the segments of sequences that this rank holds whole; neighbours of one length are one, without a copy."""
+    """Return the segments of sequences that this rank holds whole; neighbors of one length are one, without a copy."""
     runs = [(len(list(same)), length) for length, same in itertools.groupby(lengths) if length]
     sizes = [count * length for count, length in runs]
     # The gradient of a split is a copy, which one that takes all would make for nothing.

@@ -149,12 +149,12 @@ def _is_swiglu(config: Any) -> bool:
 
 
 def mark_routed_experts(model: torch.nn.Module) -> None:
-    """Have the gradients of routed experts reduced over the ranks with the same experts, whatever the layout.
+    """Have the gradients of routed experts reduced over the ranks with the same experts, in every layout.
 
     Megatron's modules ask for it only when experts are divided (``expert_model_parallel_size > 1``). With an
     expert-tensor-parallel size other than the tensor-parallel size these ranks are others than those of the rest of
     the model as well, and gradients would silently lack the tokens of some. Where the ranks are the same experts are
-    marked too: they have an optimizer of their own then in every layout, so that checkpoints of all layouts are alike.
+    marked too: they have a separate optimizer then in every layout, so that checkpoints of all layouts are alike.
     Call before the model is wrapped for data parallelism.
     """
     for name, parameter in model.named_parameters():
@@ -166,7 +166,7 @@ def router_buffers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
     """Return ``(router, name, buffer)`` of every router: biases of experts and counts of tokens, which are fp32.
 
     ``Float16Module`` rounds them with the weights. Megatron makes the biases fp32 again in the first forward, when the
-    checkpoint's have been rounded already, and host copies of the weights go on rounding them.
+    checkpoint's have been rounded already, and host copies of the weights keep rounding them.
     """
     return [
         (module, name, buffer)

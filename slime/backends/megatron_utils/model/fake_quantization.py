@@ -1,7 +1,7 @@
 """Quantization-aware training: linear layers compute with weights rounded as engines have them.
 
 The gradient by the rounded weight is applied to the exact one (straight-through, Bengio et al. 2013, arXiv:1308.3432).
-What is rounded, and how, is what a push does (``slime.weights.quantization``), on whatever layers the model has.
+What is rounded, and how, is what a push does (``slime.weights.quantization``), on all layers that the model has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slime.weights.quantization.quantizer import rules_of
 
 @dataclass(frozen=True)
 class Rounding:
-    """How a Megatron weight (this rank's part) is rounded: as the Hugging Face tensors that it is made of.
+    """Rounding of a Megatron weight (this rank's part): as the Hugging Face tensors that it is made of.
 
     ``rows``: of each tensor, and ``chosen``: whether it is quantized. ``order [rows]``: which row of the tensors, one
     below the other, is where in the weight; None: in order.
@@ -117,7 +117,7 @@ def _order(rule: Rule, rows: tuple[int, ...], dims: Dims) -> torch.Tensor | None
 
 
 def _check(name: str, weight: torch.Tensor, rule: Rule, rounding: Rounding, ranks: Ranks, dims: Dims) -> None:
-    """Raise ValueError unless this rank's part of the weight can be rounded by itself, and as a push does it."""
+    """Raise ValueError unless this rank's part of the weight can be rounded alone, and as a push does it."""
     if isinstance(rule.layout, Vocabulary):
         raise ValueError(
             f"--quantization-aware-training: {name} is quantized, which is available for linear layers only"

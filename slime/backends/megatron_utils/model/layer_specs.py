@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of, and its norms in plain PyTorch. Import after ``import_megatron()``."""
+"""Modules that a transformer layer is made of, and its norms in plain PyTorch. Import after ``import_megatron()``."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def transformer_config_from_args(args: Args) -> Any:
     """Return the ``TransformerConfig`` (with ``--multi-latent-attention`` the ``MLATransformerConfig``) of ``args``.
 
     As in Megatron-LM every argument with the name of a field is copied; those spelled differently are translated.
-    What the machine has no kernels for is switched off. Raises whatever the config's own validation raises.
+    What the machine has no kernels for is switched off. Raises what the config's own validation raises.
     """
     import_megatron()
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE

@@ -180,7 +180,7 @@ def _position_embedding_type(args: Args) -> str:
 def freeze_parameters(args: Args, models: Sequence[torch.nn.Module]) -> None:
     """Apply ``--only-train-params-name-list`` and ``--freeze-params-name-list``: regular expressions on local names.
 
-    A critic's value head is trained whatever they say: it has no weights to keep. Raises ValueError for both
+    A critic's value head is trained in any case: it has no weights to keep. Raises ValueError for both
     together, and for an expression that matches no parameter on any rank.
     """
     only = args.only_train_params_name_list or []

@@ -1,1 +1,1 @@
-"""What stock packages need on this machine: the adapter for CPUs, repairs of one version."""
+"""Patches of stock packages for this machine: the adapter for CPUs, fixes of one version."""

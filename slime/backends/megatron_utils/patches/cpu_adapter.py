@@ -154,7 +154,7 @@ def _patch_torch_cuda_for_cpu() -> None:
     tensor: Any = torch.Tensor
     module: Any = torch.nn.Module
     stream = CpuStream()
-    # Every name gets a function of its own: torch._dynamo refuses one object with several meanings.
+    # Every name gets a separate function: torch._dynamo refuses one object with several meanings.
     cuda.current_device = lambda: _CPU  # megatron uses the result only as a `device=` argument
     for name in ("set_device", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"):
         setattr(cuda, name, _returning(None))
@@ -203,7 +203,7 @@ def adapt_imported_megatron() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
     from megatron.core.transformer.moe import token_dispatcher
 
-    # torch.cuda._lazy_call, through which megatron sets a generator's state, queues the call for ever without CUDA:
+    # torch.cuda._lazy_call, through which megatron sets a generator's state, queues the call forever without CUDA:
     # the tracked state would silently never be set.
     megatron_random._set_cuda_rng_state = _set_rng_state
     megatron_random._get_cuda_rng_state = _get_rng_state

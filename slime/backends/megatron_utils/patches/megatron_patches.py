@@ -59,7 +59,7 @@ def patch_restoring_adam_step() -> bool:
 
 
 def patch_shared_adam_step() -> bool:
-    """Give each parameter a ``step`` tensor of its own after DistributedOptimizer.load_state_dict.
+    """Give each parameter a separate ``step`` tensor after DistributedOptimizer.load_state_dict.
 
     It hands one tensor to all of them, so that each parameter's update advances everybody's step: after a resume the
     bias correction is silently wrong.
@@ -168,7 +168,7 @@ def patch_packed_rotation() -> bool:
     """Look up the angles of a packing once per micro-batch.
 
     Megatron reads the lengths of the sequences on the host in every layer, twice for queries and twice for keys, and
-    computes sines and cosines anew: on an H200 448 of 853 waits for the device in a step of four micro-batches.
+    computes sines and cosines again: on an H200 448 of 853 waits for the device in a step of four micro-batches.
     """
     from megatron.core.models.common.embeddings import rope_utils
 

@@ -4,7 +4,7 @@ A tensor's storage can be resized to zero bytes and later grown again while ever
 walks over everything a trainer holds (parameters, buffers, gradient buffers, optimizer state), copies each distinct
 storage once to host memory, frees it, and brings it back in the same place. Two things are freed without a copy:
 
-* Gradient buffers come back zeroed: a trainer is offloaded only between optimizer steps, when they hold nothing.
+* Gradient buffers are restored as zeros: a trainer is offloaded only between optimizer steps, when they hold nothing.
 * bf16 and fp16 weights are rounded again from the main parameters, the fp32 copy of its share that the distributed
   optimizer holds, and gathered over the data-parallel ranks, as after every step. They are the same to the bit.
 """
@@ -44,7 +44,7 @@ def main_params(optimizer: Any | None) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def rebuild(model: Sequence[Any], optimizer: Any) -> None:
-    """Write the weights anew from the masters and gather them (collective over the data-parallel ranks)."""
+    """Write the weights again from the masters and gather them (collective over the data-parallel ranks)."""
     for inner in _with_main_params(optimizer):
         inner._copy_main_params_to_model_params()
     for chunk in model:
@@ -65,7 +65,7 @@ def _pairs(optimizer: Any | None) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _mirror(optimizer: Any | None) -> bool:
-    """Whether the weights are the rounded masters. Somebody may have put others into the model."""
+    """Return True if the weights are the rounded masters. Others may have been put into the model."""
     return all(master is not None and torch.equal(part, master.to(part.dtype)) for part, master in _pairs(optimizer))
 
 
@@ -73,7 +73,7 @@ class Offloader:
     """Moves the storages behind ``model`` and ``optimizer`` out of device memory and back.
 
     The order and the states are the same on every device; on a CPU the copy lands in other host memory. With
-    ``copy_rebuildable`` the weights that could be written anew get a copy like all others. Every method is collective
+    ``copy_rebuildable`` the weights that could be rebuilt get a copy like all others. Every method is collective
     over the ranks.
     """
 
@@ -146,7 +146,7 @@ class Offloader:
             _return_to_device(sources)
 
     def _bring_back(self, sources: Sequence[_Kept]) -> None:
-        """Fill ``sources``, and what is written anew from them."""
+        """Fill ``sources``, and what is rebuilt from them."""
         for emptied in self._rebuilt:
             emptied.grow()
         for kept in sources:

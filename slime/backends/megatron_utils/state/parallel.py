@@ -1,4 +1,4 @@
-"""Where this process stands in Megatron's process groups, readable without importing Megatron.
+"""Position of this process in Megatron's process groups, readable without importing Megatron.
 
 The loss functions and the context-parallel helpers are public and are used by plugins and unit tests in processes
 that never load Megatron. There, and before ``initialize_megatron``, every dimension has size one.

@@ -48,7 +48,7 @@ def coefficients(args: Args) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Step:
-    """What the losses of an optimizer step are divided by.
+    """Divisors and scale of the losses of an optimizer step.
 
     micro_batches: of all data-parallel ranks together. samples: likewise. scale: what a loss is multiplied by so that
     Megatron's scaling of auxiliary losses and of gradients makes the mean over micro-batches of it.
@@ -186,14 +186,14 @@ class Balancing:
 
         def routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             probs, routing_map = plain(logits, *args, **kwargs)
-            if self._step is None:  # a pass that nothing is learnt from
+            if self._step is None:  # a pass that nothing is learned from
                 return probs, routing_map
             recomputing = self._current is None
-            if recomputing and not self._waiting[number]:  # a forward of somebody else's
+            if recomputing and not self._waiting[number]:  # a forward of other code
                 return probs, routing_map
             tokens = self._waiting[number].popleft() if recomputing else self._current
             assert tokens is not None
-            if not torch.is_grad_enabled():  # its activations are not kept: it comes back in the backward pass
+            if not torch.is_grad_enabled():  # its activations are not kept: it is recomputed in the backward pass
                 self._waiting[number].append(tokens)
                 return probs, routing_map
             if router.expert_bias is not None:

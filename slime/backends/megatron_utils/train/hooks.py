@@ -44,7 +44,7 @@ class TrainerHooks:
 def optional_function(args: Args, name: str) -> Hook | None:
     """Return the function that the dotted path ``args.<name>`` names, or None when it is not given.
 
-    Raises whatever ``load_function`` raises for a path that leads nowhere, and TypeError, with both signatures, for
+    Raises what ``load_function`` raises for a path that leads nowhere, and TypeError, with both signatures, for
     what cannot be called as its flag's function is.
     """
     path = getattr(args, name, None)
@@ -144,7 +144,7 @@ def check_postprocessed(hook: Hook) -> Callable[[Args, int, dict[str, Any]], Non
                 f"{hook} left {len(data['tokens'])} of {before} samples, but the schedule is made for all of them; set "
                 "their loss_masks to 0 instead"
             )
-        if args.loss_type != "custom_loss":  # the user's loss may want them in a form of its own
+        if args.loss_type != "custom_loss":  # the user's loss may want them in another form
             check_token_columns(hook, data, [name for name in ("advantages", "returns") if name in data])
 
     return postprocess

@@ -53,7 +53,7 @@ def run_schedule(
     """Run ``micro_batches`` (lists of local sample positions) through ``model``, backward too unless ``forward_only``.
 
     ``finish(batch)`` returns the function of the output for that micro-batch. Returns what those functions reported,
-    one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` whatever they
+    one entry per micro-batch on the last pipeline stage, nothing elsewhere; with ``forward_only`` what they
     returned, as non-loss data. ``routing`` and ``balancing`` are given the batch of each forward pass.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -114,7 +114,7 @@ def forget_last_tokens(model: Sequence[torch.nn.Module]) -> None:
 
 
 def _needs_no_logits(chunk: torch.nn.Module) -> bool:
-    """Return whether the model says that its backward pass does not read its output; a user's own may end in a tanh."""
+    """Return whether the model declares a backward pass that does not read its output; a user's may end in a tanh."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.transformer.module import Float16Module
 

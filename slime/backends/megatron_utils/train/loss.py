@@ -64,7 +64,7 @@ __all__ = [
 
 
 class LossReport(TypedDict):
-    """What is known of a micro-batch after its loss.
+    """Results of a micro-batch's loss.
 
     keys: names of the metrics. values: float32 [1 + keys], the token count and then the metrics, reduced as the loss.
     weight: what the tokens weigh together in that reduction, a float64 scalar: those of a whole step are as many as the
@@ -249,7 +249,7 @@ def _estimate(args: Args, data: dict, layout: ResponseLayout) -> tuple[Column, C
 
 
 def _leave_one_out_kl(args: Args, data: dict, layout: ResponseLayout) -> list[float]:
-    """Return the KL of each response minus the mean over its group's other trajectories, on whatever ranks those are.
+    """Return the KL of each response minus the mean over its group's other trajectories, on any ranks.
 
     The KL itself where there is none: carried over into a step without the rest of its group it is penalized too.
     """

@@ -68,7 +68,7 @@ class MismatchMeter:
             sums = [row for report in reports if report["mismatch"] is not None for row in report["mismatch"]]
             metrics = self._over_ranks(sums)
             mean = metrics.get("mismatch/mean", 0.0)
-            # Without log-probs of before the first step, later steps see what the ones before them have learnt.
+            # Without log-probs of before the first step, later steps see what the ones before them have learned.
             same_weights = step_id == 0 or self._data.get("log_probs") is not None
             stops = same_weights and self._stop is not None and mean > self._stop
             warns = same_weights and 0 < self._alarm < mean and not self._warned

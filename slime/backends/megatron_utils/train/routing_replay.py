@@ -156,7 +156,7 @@ class RoutingReplay:
 
     def _choose(self, router: _Router, own_choice: Callable[[], tuple[Tensor, Tensor]], scores: Tensor) -> Any:
         recomputing = self._stage == REPLAY_BACKWARD
-        if self._current is None and not recomputing:  # no pass, or a forward of somebody else's within one
+        if self._current is None and not recomputing:  # no pass, or a forward of other code within one
             return own_choice()
         place = router.place
         key = router.to_recompute.popleft() if recomputing else self._current
@@ -186,7 +186,7 @@ class RoutingReplay:
 
 
 class _Router:
-    """What stands in Megatron's ``router.router_replay``.
+    """Value of Megatron's ``router.router_replay``.
 
     ``to_recompute`` holds the micro-batches whose forward kept no activations, oldest first: the order in which every
     pipeline schedule runs the backwards of one chunk, and so the order of their recomputation.

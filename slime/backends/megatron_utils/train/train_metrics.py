@@ -1,4 +1,4 @@
-"""What a trainer reports of a rollout: metrics, memory, assertions of CI runs, and the dump of the train data."""
+"""Reports of a trainer on a rollout: metrics, memory, assertions of CI runs, and the dump of the train data."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _by_trajectory(data: RolloutData, values: Sequence[float]) -> TrajectorySums
 
 
 def _mean_of_trajectories(parts: Sequence[TrajectorySums]) -> float:
-    """Return the mean over trajectories of the mean over their samples, on whatever ranks those are."""
+    """Return the mean over trajectories of the mean over their samples, on any ranks."""
     sums: TrajectorySums = {}
     for rollout_id, (value, number) in (row for part in parts for row in part.items()):
         total, count = sums.get(rollout_id, (0.0, 0))
@@ -453,7 +453,7 @@ class HostGauge:
 
 
 class CudaGauge:
-    """What torch has allocated on the current device, and what it has reserved for that."""
+    """Memory that torch has allocated on the current device, and memory that it has reserved for that."""
 
     def reset(self) -> None:
         torch.cuda.reset_peak_memory_stats()

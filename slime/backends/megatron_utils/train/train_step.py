@@ -35,7 +35,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class StepContext:
-    """What every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``; None in a run without steps."""
+    """Context that every step needs. ``optimizer`` is Megatron's ``ChainedOptimizer``; None in a run without steps."""
 
     args: Args
     model: Sequence[Any]
@@ -216,7 +216,7 @@ def _update(
 def align_loss_scales(optimizer: Any) -> None:
     """Give all parts of the optimizer (those of experts, and the rest) the loss scale of the one that lowered it most.
 
-    Each has a scaler of its own, which knows of its own overflows only, but the loss is scaled once.
+    Each has a separate scaler, which knows only the overflows of that part, but the loss is scaled once.
     """
     scalers: list[Any] = [getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers]
     dynamic = [scaler for scaler in scalers if hasattr(scaler, "hysteresis")]

@@ -375,7 +375,7 @@ class MegatronTrainer:
 
     @property
     def offloaded(self) -> bool:
-        """Whether ``offload`` has been called, and ``onload`` has not since."""
+        """True if ``offload`` has been called, and ``onload`` has not since."""
         return self._offloader.offloaded
 
     def clear_memory(self) -> None:
@@ -466,7 +466,7 @@ class CriticTrainer(MegatronTrainer):
         compute_advantages_and_returns(self.args, data)
         if rollout_id >= self.args.num_critic_only_steps:
             return {}
-        return log_rollout_metrics(self.args, rollout_id, data)  # otherwise the actor's, who has more to say
+        return log_rollout_metrics(self.args, rollout_id, data)  # otherwise the actor's, which reports more
 
     def _after_steps(self, rollout_id: int, data: RolloutData) -> None:
         """Nothing: the dump of train data and the reference are the actor's."""

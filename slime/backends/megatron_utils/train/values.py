@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def checkpoint_has_value_head(directory: Path, hidden_size: int) -> bool:
-    """Whether a Megatron checkpoint holds a value head for this hidden size, and not e.g. a language model's layer."""
+    """Return True if a Megatron checkpoint has a value head for this hidden size, not e.g. a language model's layer."""
     from megatron.core import dist_checkpointing
 
     name = f"{VALUE_HEAD}.weight"

@@ -1,4 +1,4 @@
-"""How a Hugging Face tensor lies in Megatron's tensor-parallel shards.
+"""Layouts of Hugging Face tensors in Megatron's tensor-parallel shards.
 
 A layout is read in both directions. ``shard`` cuts this rank's Megatron tensor out of the full Hugging Face tensors
 (reading no more of them than needed: the sources may be lazy slices of a file); ``unshard`` puts the shards of all

@@ -112,7 +112,7 @@ def _check_names(
 
 
 def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Args, dims: Dims) -> bool:
-    """Return whether another rank holds the tensor (or, if tied, nobody needs to).
+    """Return whether another rank holds the tensor (or, if tied, no rank needs to).
 
     ``is_mtp``: whether it is of an MTP layer; these are all on one stage.
     """

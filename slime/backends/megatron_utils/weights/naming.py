@@ -122,7 +122,7 @@ def model_dims(args: Args, config: Any) -> Dims:
 
 
 def is_value_head(parameter: torch.Tensor) -> bool:
-    """Whether ``parameter`` belongs to a value head: Hugging Face checkpoints have nothing for it."""
+    """Return True if ``parameter`` belongs to a value head: Hugging Face checkpoints have nothing for it."""
     return bool(getattr(parameter, "is_value_head", False))
 
 

@@ -109,7 +109,7 @@ class EngineControl:
     def clear_updatable_num_new_engines(self, version: int | None = None) -> None:
         """After a push of weights: send requests to the engines that were new.
 
-        All engines have ``version`` now: what is asked from here on must not be answered with an older one.
+        All engines have ``version`` now: requests from here on must not be answered with an older one.
         """
         if self.fleet is not None:
             self._weights_needed.clear()

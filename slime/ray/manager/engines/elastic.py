@@ -101,7 +101,7 @@ class ElasticFleet(EngineFleet):
         return [member.rank for member in members]
 
     def _place(self, like: EnginePlan) -> EnginePlan:
-        """Return the plan of one more engine, on slots of its own. Raises EngineChangeError where there are none."""
+        """Return the plan of one more engine, on new slots. Raises EngineChangeError where there are none."""
         rank = self._next_rank
         self._next_rank += 1
         with self._changes:
@@ -159,7 +159,7 @@ class ElasticFleet(EngineFleet):
         """Send no more requests to the engines ``ranks``; return when they hold none.
 
         What they hold after ``drain_s`` seconds is aborted; the return value is how many requests that were. They run
-        until ``remove``. ``is_forced``: whatever ``--rollout-min-engines`` says. Raises EngineChangeError when one of
+        until ``remove``. ``is_forced``: regardless of ``--rollout-min-engines``. Raises EngineChangeError when one of
         them has to stay.
         """
         return self._take_off(ranks, drain_s, is_forced=is_forced)[1]

@@ -66,7 +66,7 @@ class RayEngine:
             except SlotsLostError:
                 self._kill(self._actors)  # they wait for slots, and would take what its next start is to have
                 raise
-            except RemoteFailure as e:  # an engine on one node tries again by itself
+            except RemoteFailure as e:  # an engine on one node retries this
                 taken = self.plan.nodes > 1 and e.data.get("port_taken")
                 if not taken or attempt == PORT_ATTEMPTS or self._ended:
                     raise
@@ -223,7 +223,7 @@ def nodes_of_slots(slots: Any, plan: EnginePlan) -> list[dict[str, Any]] | None:
 
 
 def slots_stay(slots: Any, plan: EnginePlan) -> bool:
-    """Return whether the slots of ``plan`` are on nodes that are there, and that Ray is not about to take away."""
+    """Return whether the slots of ``plan`` are on nodes that are alive, and that Ray is not about to take away."""
     nodes = nodes_of_slots(slots, plan)
     leaving = ray._private.state.state.get_draining_nodes()
     return nodes is not None and all(node["NodeID"] not in leaving for node in nodes)

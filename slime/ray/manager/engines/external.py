@@ -113,7 +113,7 @@ class ExternalEngine:
         return []
 
     def end(self) -> None:
-        """Leave the engine: it goes on running, without the process group of this run."""
+        """Leave the engine: it continues to run, without the process group of this run."""
         if self._attached:
             self._attached = False
             self._leave_groups(self._client(LEAVE_TIMEOUT_S))

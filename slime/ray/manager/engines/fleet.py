@@ -63,7 +63,7 @@ class EngineFleet:
     retried on the others of its model. With the flag it is restarted in the background, and gets requests again once it
     has the trainer's weights: ``recover``, push, ``admit``. One of a frozen model needs none, and gets them at once.
     So does one that hangs in a call, or whose answers are rejected again and again. A router that ends is restarted.
-    Engines that others started are attached instead, again when they come back, and outlive the fleet.
+    Engines that others started are attached instead, again when they have been restarted, and outlive the fleet.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EngineFleet:
         self._new_engine = new_engine or self._make_engine
         self._offered: list[Member] = []
         self._released: set[str] = set()
-        """What of their memory the engines have released that share devices with the trainer."""
+        """The kinds of memory that the engines which share devices with the trainer have released."""
         self._loopback = True
         self._given_keys: tuple[str | None, str | None] = (None, None)
         """The key of engines that run already: they do not know one that is generated."""
@@ -94,7 +94,7 @@ class EngineFleet:
 
     @property
     def num_new(self) -> int:
-        """How many engines wait for the trainer's weights."""
+        """The number of engines that wait for the trainer's weights."""
         return len(self._updatable(State.NEW))
 
     def start(self) -> None:
@@ -349,7 +349,7 @@ class EngineFleet:
                 run_key.forget(member.info.url)
 
     def _stop_restarting(self) -> None:
-        """Whatever ends from now on is meant to end."""
+        """Processes that end from now on are meant to end."""
         self._stopping.set()
         if self._monitor is not None:
             self._monitor.stop()
@@ -421,7 +421,7 @@ class EngineFleet:
         self._generates(member)
 
     def _generates(self, member: Member) -> None:
-        """Send requests to a started engine that needs no weights; of another one, say so when nothing serves."""
+        """Send requests to a started engine that needs no weights; of another one, report it when nothing serves."""
         if self._stopping.is_set():
             return
         if self.args.debug_rollout_only or not member.engine.plan.update_weights:  # it gets no weights
@@ -429,7 +429,7 @@ class EngineFleet:
         self._notify_if_weights_needed()
 
     def _notify_if_weights_needed(self) -> None:
-        """When nothing serves and nothing can before a push: one that waits for it, or for the devices."""
+        """Send the event that engines need weights, if none serves and one waits for a push, or for the devices."""
         trained = [model for model in self.models if model.update_weights]
         if self._restarts is None or any(model.answers(State.SERVING) for model in trained):
             return
@@ -458,7 +458,7 @@ def _client(member: Member) -> EngineClient:
 
 
 def _requests_of(member: Member) -> int:
-    """How many requests it holds: none where it has ended, one where it runs and does not say."""
+    """Return the number of requests of ``member``: 0 where it has ended, 1 where it runs and does not report it."""
     try:
         return _client(member).num_requests()
     except ServerError as e:
@@ -475,7 +475,7 @@ def wait_until_idle(members: Sequence[Member], deadline: float) -> int:
     while (left := sum(_in_parallel(_requests_of, members))) or not was_idle:
         if time.monotonic() >= deadline:
             break
-        was_idle = not left  # the reply of the last request may still be under way
+        was_idle = not left  # the reply of the last request may still be in transit
         time.sleep(DRAIN_INTERVAL_S)
     return left
 
@@ -515,7 +515,7 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
 
 
 def check_renewable(args: Args, members: Sequence[Member]) -> None:
-    """Raise ValueError where a push would miss something of an engine; one of every group is asked."""
+    """Raise ValueError where a push would miss something of an engine; one of every group is checked."""
     transport, wrong = transport_of(args), []
     config = read_config(args.hf_checkpoint) if Path(args.hf_checkpoint).is_dir() else {}
     stored = (quantization_of(config) or {}).get("quant_method")
@@ -561,7 +561,7 @@ def validate_server_group_gpu_indices(
     rollout_num_gpus: int | None,
     rollout_num_gpus_per_engine: int,
 ) -> None:
-    """Raise ValueError, carrying every input, unless the group's engines fit into the slots that are there.
+    """Raise ValueError, carrying every input, unless the group's engines fit into the existing slots.
 
     ``num_engines`` counts engine processes (one per node of an engine); each takes ``num_gpus_per_engine_on_node``
     slots from ``gpu_offset`` on. A group without engines is accepted.

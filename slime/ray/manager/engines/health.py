@@ -24,7 +24,7 @@ IDLE = "idle"
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """When an engine counts as failed.
+    """The limits by which an engine counts as failed.
 
     Attributes:
         interval: seconds between two rounds of probes.
@@ -65,9 +65,9 @@ class EngineHealth:
 class HealthMonitor(Generic[E]):
     """A thread that probes all engines at once, again and again, while there is no reason to pause.
 
-    ``engines`` returns those to probe, ``probe(engine)`` returns None or what is wrong, within a deadline of its own.
+    ``engines`` returns those to probe, ``probe(engine)`` returns None or what is wrong, within its own deadline.
     ``on_failure(engine, reason)`` is called from the thread. It starts paused, for the reason ``IDLE``. A probe that
-    was under way at a ``pause`` does not count: engines do not answer while they are offloaded or take weights.
+    was in progress at a ``pause`` does not count: engines do not answer while they are offloaded or take weights.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class EngineChangeError(RemoteFailure):
 
 
 class Engine(Protocol):
-    """What a fleet needs of an engine (``engine.RayEngine``). It is started once and ended once."""
+    """The part of an engine that a fleet uses (``engine.RayEngine``). It is started once and ended once."""
 
     plan: EnginePlan
 
@@ -72,7 +72,7 @@ class Member:
 
     @property
     def known_info(self) -> EngineInfo:
-        """Where it is reached; only of members that have started."""
+        """Its addresses, GPUs and keys; only of members that have started."""
         assert self.info is not None, f"{self} has not been started"
         return self.info
 
@@ -102,12 +102,12 @@ class Members:
 
     @property
     def lost(self) -> int:
-        """How many engines have died."""
+        """The number of engines that have died."""
         return self.lost_of.total()
 
     @property
     def restarted(self) -> int:
-        """How many engines were restarted."""
+        """The number of engines that were restarted."""
         return self.restarted_of.total()
 
     def put(self, member: Member) -> None:

@@ -1,6 +1,6 @@
 """Settings of an engine under which a push of weights would not renew all that it generates with.
 
-SGLang decides many settings by itself, from the model and the device, so what counts is what the engine reports
+SGLang derives many settings from the model and the device, so what counts is what the engine reports
 (``/server_info``), not the flags. From the source of SGLang 0.5.20.
 """
 

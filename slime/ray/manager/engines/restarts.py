@@ -71,12 +71,12 @@ class EngineRestarts:
                 self._begin(lost, lambda: self._restart(lost))
 
     def waits_for_devices(self, model: str) -> bool:
-        """Whether a lost engine of ``model`` is started only when it is the engines' turn."""
+        """Return True if a lost engine of ``model`` is started only when the engines have the devices again."""
         with self._lock:
             return any(lost.engine.plan.model == model for lost in self._waiting)
 
     def is_restarting(self, like: EnginePlan) -> bool:
-        """Whether a lost engine of the model and kind of ``like`` may still come back."""
+        """Return True if a lost engine of the model and kind of ``like`` is still to be restarted."""
         with self._lock:
             others = [plan for plan, _ in self._restarting.values()]
         return any((plan.model, plan.worker_type) == (like.model, like.worker_type) for plan in others)
@@ -212,7 +212,7 @@ class EngineRestarts:
             return
 
     def _all_have_been_away(self, model: str) -> bool:
-        """Whether no engine of ``model`` lives, and none has for longer than one may take to start."""
+        """Return True if no engine of ``model`` is alive, and none has been for longer than one may take to start."""
         if self._members.of(*LIVING, model=model):
             return False
         with self._lock:
@@ -220,13 +220,13 @@ class EngineRestarts:
         return time.monotonic() - last > self._timeout
 
     def _waits_for_others(self) -> bool:
-        """Whether none of the engines that get weights lives, and others have to bring one back."""
+        """Return True if none of the engines that get weights is alive, and others have to restart one."""
         with self._lock:
             away = any(plan.update_weights and plan.url is not None for plan, _ in self._restarting.values())
         return away and not any(m.engine.plan.update_weights for m in self._members.of(*LIVING))
 
     def _is_others_turn(self, lost: Member) -> bool:
-        """Whether an engine of a frozen model has to wait after all: the trainer has been given its devices."""
+        """True if an engine of a frozen model has to wait after all, as the trainer has its devices. Queues it then."""
         plan = lost.engine.plan
         with self._lock:
             waits = plan.offload and not plan.update_weights and self._trainer_has_devices()

@@ -1,4 +1,4 @@
-"""Who asks for engines to join and leave beside commands: Ray, before it takes a node away, and a user's function."""
+"""Requests for engines to join and leave beside commands: Ray's, before it removes a node, and a user function's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOAD_TIMEOUT_S = 5.0
 
 
 class Fleet(Protocol):
-    """What is changed: ``elastic.ElasticFleet``."""
+    """The fleet that engines join and leave: ``elastic.ElasticFleet``."""
 
     @property
     def args(self) -> Any: ...

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 ROUTER_RESTARTS = 20
-"""Of one router; more have a cause that another start does not mend."""
+"""Of one router; more have a cause that another start does not fix."""
 
 
 class RouterEndedError(RuntimeError):
@@ -29,7 +29,7 @@ class RouterEndedError(RuntimeError):
 
 
 class ServedModel:
-    """The engines of ``plans`` behind a router of their own.
+    """The engines of ``plans`` behind their own router.
 
     ``update_weights``: they get the trainer's weights, and no request before. Those of a frozen model keep the weights
     of their checkpoint.
@@ -58,7 +58,7 @@ class ServedModel:
         return self._members.of(*states, model=self.name)
 
     def answers(self, *states: State) -> bool:
-        """Whether its engines in one of ``states`` are enough to answer requests: one of each kind."""
+        """Return True if its engines in one of ``states`` are enough to answer requests: one of each kind."""
         present = {member.engine.plan.worker_type for member in self.of(*states)}
         return present == {plan.worker_type for plan in self.plans}
 
@@ -84,7 +84,7 @@ class ServedModel:
     def revive_router(self, stopping: threading.Event) -> list[tuple[Member, str]]:
         """Start the router again on its port if it has ended, with the engines that serve.
 
-        Returns the engines that it goes on without, each with the reason: those that have ended, and those that it
+        Returns the engines that it continues without, each with the reason: those that have ended, and those that it
         refuses. What requests it held fail with their connections, and their senders send them again. Raises
         RouterEndedError when it does not start, takes none of those that run, or has ended more than
         ``ROUTER_RESTARTS`` times.

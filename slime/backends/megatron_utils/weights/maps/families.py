@@ -1,4 +1,4 @@
-"""The families whose map is a few rules put together; longer ones have a module of their own."""
+"""The families whose map is a few rules put together; longer ones have separate modules."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _GLM4_MOE: tuple[Rule, ...] = (
 )
 GLM4_MOE = Family("glm4_moe", ("glm4_moe",), _GLM4_MOE, ROTARY_BUFFERS, mtp=in_extra_layers(_GLM4_MOE))
 
-# MiMo-7B: Qwen2's layers, and MTP layers under names of their own.
+# MiMo-7B: Qwen2's layers, and MTP layers under different names.
 _MIMO_MTP = mtp_rules(
     QWEN2.rules,
     ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight"),

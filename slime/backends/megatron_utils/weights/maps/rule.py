@@ -19,7 +19,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.
 class Rule:
     """``megatron``: the parameter's name, and its other names (TransformerEngine fuses norms into linear layers).
 
-    ``{layer}`` stands for the zero-based global layer number, ``{expert}`` for the number of a routed expert. ``hf``:
+    ``{layer}`` is the zero-based global layer number, ``{expert}`` the number of a routed expert. ``hf``:
     the tensors it is made of, in the layout's order. A rule with ``{expert}`` on Megatron's side alone means that the
     Hugging Face tensors stack all experts of the layer along a new first dimension; the layout describes one expert.
     """
@@ -48,7 +48,7 @@ class MTPLayers:
     """The MTP layers of a family (``--mtp-num-layers``): their ``rules``, and their tensors.
 
     ``pattern`` is a regular expression of them; without it they are in layers numbered on after the last one (and
-    ``{layer}`` of the rules stands for that number on Hugging Face's side). ``copies``: tensors among them that repeat
+    ``{layer}`` of the rules is that number on Hugging Face's side). ``copies``: tensors among them that repeat
     another one, which is all that the model has, and that one.
     """
 

@@ -1,4 +1,4 @@
-"""What every function of the stand-in does."""
+"""Functions of the stand-in: every one raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What slime adds to a stock SGLang server, through SGLang's own plugin framework (``sglang.srt.plugins``).
+"""Additions of slime to a stock SGLang server, through SGLang's own plugin framework (``sglang.srt.plugins``).
 
 The directory that holds this package is on the ``PYTHONPATH`` of engine processes only; SGLang finds the entry point in
 the ``.dist-info`` beside it and calls :func:`register` in each of its processes. Each module says what it

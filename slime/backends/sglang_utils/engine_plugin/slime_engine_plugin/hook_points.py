@@ -1,4 +1,4 @@
-"""Whether the installed SGLang has what a module of this plug-in builds on."""
+"""Check that the installed SGLang has what a module of this plug-in builds on."""
 
 from __future__ import annotations
 

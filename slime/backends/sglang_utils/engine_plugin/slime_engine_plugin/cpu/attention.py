@@ -159,7 +159,7 @@ class BatchedAttention(TorchNativeAttnBackend):
 
 
 def _holds_keys_and_values(pool: Any, layer: Any) -> bool:
-    """Whether the pool has one key and one value per place and head, as they are: not latent, quantized or blocked."""
+    """Return True if the pool has one plain key and value per place and head: not latent, quantized or blocked."""
     inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
     if type(inner) is not MHATokenToKVPool or inner.is_quantized_kv_cache:
         return False

@@ -1,8 +1,8 @@
-"""What SGLang takes for granted of CUDA, on a machine without it: weight checker, routed and shared experts.
+"""Replace what SGLang assumes of CUDA, on a machine without it: weight checker, routed and shared experts.
 
 ``/weights_checker`` assumes CUDA: it synchronizes the CUDA device, moves chunks there to compare them, and takes its
 snapshot with ``.detach().cpu()``, which on CPU is no copy but the live weights. Without ``snapshot``, ``compare`` would
-pass for any weights whatever.
+pass for any weights.
 
 ``--enable-return-routed-experts`` keeps the experts of every token in host memory that it registers with CUDA for
 faster copies. On CPU there is nothing to copy from, and nothing to register with.

@@ -24,7 +24,7 @@ _LAYER = "sglang.srt.models.qwen3.Qwen3DecoderLayer.forward"
 
 @dataclass(frozen=True)
 class Parts:
-    """What a plain layer is made of; parameters are read anew, since others may take their places."""
+    """Parts of a plain layer; parameters are read at every use, since others may take their places."""
 
     input_norm: Any
     qkv: Any
@@ -158,7 +158,7 @@ def _is_plain_norm(norm: Any) -> bool:
 
 
 def register() -> None:
-    """Register the hook, unless SGLang has kernels of its own for this processor; raises OtherSGLangError."""
+    """Register the hook, unless SGLang has its own kernels for this processor; raises OtherSGLangError."""
     from sglang.srt.utils import cpu_has_amx_support
 
     if cpu_has_amx_support():

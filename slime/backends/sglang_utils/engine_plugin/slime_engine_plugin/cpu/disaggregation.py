@@ -18,12 +18,12 @@ POLL_MS = 1
 
 
 def in_host_memory(normalize: Callable[..., list[str]], kinds: Any, expected_len: int) -> list[str]:
-    """Around ``_normalize_kv_mem_kinds``: all of it is, whatever SGLang says."""
+    """Around ``_normalize_kv_mem_kinds``: all of it is, also where SGLang says otherwise."""
     return normalize(["DRAM"] * expected_len, expected_len)
 
 
 def wait_for_caches(result: None, scheduler: Any) -> None:
-    """After ``Scheduler.on_idle``, which sleeps only where there are no requests; woken when one is received."""
+    """Wait for a request, at most ``POLL_MS``, after ``Scheduler.on_idle``, which sleeps only without requests."""
     if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
         scheduler.idle_sleeper.poller.poll(POLL_MS)
 

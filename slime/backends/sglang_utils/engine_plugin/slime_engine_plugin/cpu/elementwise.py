@@ -81,14 +81,14 @@ def rotation_table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torc
 
 
 def has_stock_rotation(kind: Any) -> bool:
-    """Whether this kind of embedding differs from the base class in nothing but its table."""
+    """Return True if this kind of embedding differs from the base class in nothing but its table."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     return kind.forward_native is RotaryEmbedding.forward_native
 
 
 def register() -> None:
-    """Register the hooks, unless SGLang has kernels of its own for this processor; raises OtherSGLangError."""
+    """Register the hooks, unless SGLang has its own kernels for this processor; raises OtherSGLangError."""
     from sglang.srt.utils import cpu_has_amx_support
 
     if cpu_has_amx_support():

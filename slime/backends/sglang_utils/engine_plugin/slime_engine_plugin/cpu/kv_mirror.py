@@ -79,7 +79,7 @@ def attend_one(
 
 @dataclass
 class DecodeStep:
-    """What all layers of one decode step share.
+    """State that all layers of one decode step share.
 
     ``order[row]`` is the position in the batch of the request of a row; None where rows are in the batch's order.
     """
@@ -98,7 +98,7 @@ class DecodeStep:
         return batch if self.order is None else batch[self.order]
 
     def place_of_new(self, kv_heads: int, capacity: int) -> torch.Tensor:
-        """Where the new positions are in buffers [rows * kv_heads * capacity, head_dim]; the same for most layers."""
+        """Return the new positions' places in buffers [rows * kv_heads * capacity, head_dim], shared by most layers."""
         if (kv_heads, capacity) not in self.places:
             heads = torch.arange(len(self.lengths) * kv_heads).view(-1, kv_heads)
             self.places[kv_heads, capacity] = (heads * capacity + self.positions[:, None]).view(-1)

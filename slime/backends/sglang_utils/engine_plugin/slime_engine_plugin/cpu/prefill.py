@@ -31,7 +31,7 @@ class Group:
 
 
 class Prefill:
-    """What all layers of one prefill pass share."""
+    """State that all layers of one prefill pass share."""
 
     def __init__(self, slots: list[int], cached: list[int], new: list[int], req_to_token: torch.Tensor) -> None:
         """slots, cached, new: of each sequence; req_to_token: [slots, context] places in the KV pool."""

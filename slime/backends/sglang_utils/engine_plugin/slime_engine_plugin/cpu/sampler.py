@@ -156,7 +156,7 @@ def forward(
 
 
 def _scores_by_log_of_probs(sampler: Any) -> bool:
-    """Whether log-probs are ``log(probs)`` of what ``_sample_from_probs`` draws from."""
+    """Return True if log-probs are ``log(probs)`` of what ``_sample_from_probs`` draws from."""
     from sglang.srt.layers import sampler as module
 
     return (

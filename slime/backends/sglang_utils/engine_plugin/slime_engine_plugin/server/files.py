@@ -18,6 +18,6 @@ def with_name_of_scratch(path: str, *args: Any, **kwargs: Any) -> str:
 
 
 def register() -> None:
-    """Register the hook, when the engine has a directory of its own."""
+    """Register the hook, when the engine has a private directory."""
     if os.environ.get("TMPDIR"):
         HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", with_name_of_scratch, HookType.AFTER)

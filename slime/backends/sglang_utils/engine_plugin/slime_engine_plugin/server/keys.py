@@ -1,8 +1,8 @@
-"""Ask for the engine's keys everywhere but at its health checks, and tell nobody what they are.
+"""Ask for the engine's keys everywhere but at its health checks, and keep them secret.
 
 SGLang's own check leaves ``/metrics`` and WebSockets open, finds out the path of a request by its ``Host`` header, and
 lets whoever has the first key load adapters from the body of a request. Here the first key is for generating, questions
-and the everyday control of an engine; reading and writing weights, and whatever else SGLang calls administration, needs
+and the everyday control of an engine; reading and writing weights, and all else that SGLang calls administration, needs
 the second one, which opens everything. ``/server_info`` and the log show neither.
 """
 

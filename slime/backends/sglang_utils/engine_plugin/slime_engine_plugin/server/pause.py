@@ -1,4 +1,4 @@
-"""What a paused engine does.
+"""Behavior of a paused engine.
 
 It can flush the prefix cache while requests wait, so that they survive a weight update.
 

@@ -1,6 +1,6 @@
 """Let the ranks of an engine, and those that push weights to it, meet at files and at one address.
 
-SGLang meets at torch's TCP stores, which listen on every interface and ask nobody who he is. Ranks of one host meet at
+SGLang meets at torch's TCP stores, which listen on every interface without authentication. Ranks of one host meet at
 a private file instead: the engine's own at one in its temporary directory (``SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE``,
 set by ``slime.backends.sglang_utils.environment``), those of a weight push at the one that the trainer names in
 the place of its address. The store of an engine that spans hosts listens on its ``--dist-init-addr`` only.

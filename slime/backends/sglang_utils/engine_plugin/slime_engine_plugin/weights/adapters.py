@@ -2,8 +2,8 @@
 
 A push loads ``policy@<version>-<unique>`` beside its predecessors while requests run (``--lora-sync adapter``). With
 ``/update_weight_version`` it becomes the one of every request that names none: clients, agents and routers need not
-know of adapters. Requests that began earlier go on under theirs, and report its version: a stock server would report
-the number that it was given last. Adapters that nobody uses any more are unloaded here: a stock server that is asked
+know of adapters. Requests that began earlier continue under theirs, and report its version: a stock server would report
+the number that it was given last. Adapters that are no longer used are unloaded here: a stock server that is asked
 to unload one holds back the next load until the last request of it has ended.
 
 On a CPU SGLang's adapters ask for pinned memory, which torch refuses to make without CUDA.

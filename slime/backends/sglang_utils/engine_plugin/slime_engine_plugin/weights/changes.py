@@ -44,7 +44,7 @@ class RefusedError(Exception):
 
 @dataclass
 class Held:
-    """What a model has: ``version``, in parameters of ``hash``; ``applying`` between two messages."""
+    """Weights of a model: ``version``, in parameters of ``hash``; ``applying`` between two messages."""
 
     version: Version | None = None
     hash: int = 0

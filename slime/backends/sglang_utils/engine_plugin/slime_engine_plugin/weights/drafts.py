@@ -1,7 +1,7 @@
 """Let the draft layers of a model take the weights that are broadcast to it.
 
 A stock server loads a broadcast into the target alone (tensors and files into the draft as well): draft layers that are
-part of the checkpoint (MTP) would keep the weights of the start. A draft model with a checkpoint of its own is none of
+part of the checkpoint (MTP) would keep the weights of the start. A draft model with a separate checkpoint is none of
 the trainer's: its tensors have the names of the target's, and other meanings.
 """
 

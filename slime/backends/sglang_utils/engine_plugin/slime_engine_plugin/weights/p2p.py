@@ -31,7 +31,7 @@ MEETING_DEADLINE_S = 60.0
 
 @dataclass
 class Channel:
-    """What a rank knows of the trainer. ``rank`` is counted over all engines; ``trainers`` write.
+    """Connection of a rank to the trainer. ``rank`` is counted over all engines; ``trainers`` write.
 
     ``memory`` is what they write to: even if the model gave it up, it must not become that of something else.
     """
@@ -108,7 +108,7 @@ def confirm(
 
 
 def compare(model: Any, channel: Channel) -> None:
-    """Raise RefusedError unless the parameters are what the trainer ranks say that they have written."""
+    """Raise RefusedError unless the parameters are what the trainer ranks report to have written."""
     expected: dict[int, str] = {}
     for trainer in range(channel.trainers):
         sums = rendezvous.get(channel.store, rendezvous.sums_key(trainer, channel.rank))
@@ -135,7 +135,7 @@ def leave(original: Callable[..., tuple[bool, str]], updater: Any, group_name: s
 
 
 def close(group_name: str) -> None:
-    """Let nobody write any more."""
+    """Close the channel of the group, so that no trainer rank can write any more."""
     channel = _channels.pop(group_name, None)
     if channel is not None:
         channel.agent.close()
@@ -152,7 +152,7 @@ def _everywhere(step: Callable[[], None]) -> tuple[bool, str]:
     why = None
     try:
         step()
-    except Exception as e:  # noqa: BLE001  (the scheduler lives on, and the trainer is told)
+    except Exception as e:  # noqa: BLE001  (the scheduler keeps running, and the trainer gets the reason)
         logger.warning("p2p: %s: %s", type(e).__name__, e)
         why = str(e) if isinstance(e, RefusedError) else f"{type(e).__name__}: {e}"
     group = get_tp_group()

@@ -1,11 +1,11 @@
 """Pushes to layers whose weights SGLang rearranges when it has loaded them: INT4, and FP8 per tensor.
 
 For their kernels SGLang replaces the parameters of such layers by others, of other shapes and without the functions
-that load them: a pushed weight fits them no more. Stock SGLang can bring back some of them, and nobody calls it.
+that load them: a pushed weight fits them no more. Stock SGLang can restore some of them, and never does.
 
-Here the parameters as they were made are remembered. Before the first part of a push they come back, in the memory of
-those in use; after the last one, which alone carries the version, SGLang rearranges them again, and the numbers go to
-where those in use were, since CUDA graphs have recorded their addresses. A push therefore takes the memory of one
+Here the parameters as they were made are remembered. Before the first part of a push they are restored, in the memory
+of those in use; after the last one, which alone carries the version, SGLang rearranges them again, and the numbers go
+to where those in use were, since CUDA graphs have recorded their addresses. A push therefore takes the memory of one
 rearranged layer, must be complete, and must end with a part that carries a version, as slime's do.
 """
 
@@ -179,5 +179,5 @@ def register(on_cpu: bool) -> None:
         HookRegistry.register(f"{method}.process_weights_after_loading", process, HookType.AROUND)
     for way in ("disk", "distributed", "tensor"):
         HookRegistry.register(f"{_RUNNER}.update_weights_from_{way}", prepare_before, HookType.AROUND)
-    for way in ("distributed", "tensor"):  # a load from disk rearranges by itself
+    for way in ("distributed", "tensor"):  # a load from disk rearranges without this
         HookRegistry.register(f"{_MANAGER}.update_weights_from_{way}", finish_after, HookType.AROUND)
