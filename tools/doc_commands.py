@@ -16,7 +16,7 @@ from slime.arguments.availability import unavailable_messages
 from slime.arguments.command_line import OF_YOUR_OWN, all_flags, build_parser, nearest, read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.older_flags import older_flags
-from slime.compat.old_paths import ALIASES, PUBLIC
+from slime.compat.old_paths import PUBLIC, home_of
 from slime.ray.driver.engines_command import parser
 from tools.markdown import Fence, Page
 
@@ -195,15 +195,9 @@ def check_spans(page: Page) -> Iterator[tuple[int, str]]:
             yield line, mistake
 
 
-def real_path(name: str) -> str:
-    """Return a dotted name with the module that moved (``ALIASES``) under the path of its file."""
-    moved = max((old for old in ALIASES if f"{name}.".startswith(f"{old}.")), key=len, default=None)
-    return name if moved is None else ALIASES[moved] + name.removeprefix(moved)
-
-
 def name_mistake(name: str) -> str:
     """Return what is wrong with a dotted name of the repository, found out without importing it, or an empty text."""
-    parts = real_path(name.removesuffix("()")).split(".")
+    parts = home_of(name.removesuffix("()")).split(".")
     module, attribute = ".".join(parts[:-1]), parts[-1]
     if ".".join(parts) in PUBLIC or attribute in PUBLIC.get(module, {}):
         return ""

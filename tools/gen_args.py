@@ -90,7 +90,9 @@ def attributes(source: str) -> dict[str, dict[str, str]]:
     for flag in all_flags():
         if flag.source == source:
             text = spelled(declared[flag.dest]) if flag.dest in declared else annotation(flag)
-            resolved = text.removesuffix(" | None") if flag.dest in RESOLVED else text
+            traits = flag.traits
+            is_set = traits.follows or traits.resolved_by or flag.dest in RESOLVED
+            resolved = text.removesuffix(" | None") if is_set else text
             found.setdefault(flag.group, {})[flag.dest] = resolved
     if source == "megatron":
         known = {name: text for members in found.values() for name, text in members.items()}

@@ -91,14 +91,13 @@ class DerivedArgs:
 
 RESOLVED = frozenset({
     # set by a rule
-    "end_weight_decay", "eps_clip_high", "eval_function_path", "ffn_hidden_size", "global_batch_size", "hidden_size",
-    "kv_channels", "load", "max_position_embeddings", "num_attention_heads", "num_layers", "offload_rollout",
-    "offload_train", "over_sampling_batch_size", "padded_vocab_size", "ref_load", "rollout_batch_size",
-    "rollout_num_gpus", "rope_type", "seq_length", "sglang_tp_size", "start_weight_decay", "tokenizer_model",
-    "tokenizer_type",
+    "end_weight_decay", "ffn_hidden_size", "hidden_size", "kv_channels", "max_position_embeddings",
+    "num_attention_heads", "num_layers", "rollout_batch_size", "rope_type", "seq_length", "sglang_tp_size",
+    "start_weight_decay", "tokenizer_model", "tokenizer_type",
     # set when the run starts
     "num_rollout", "run_dir", "sglang_router_ip", "sglang_router_port", "start_rollout_id",
     # a rule refuses None where they are read
     "pg_loss_length", "update_weight_disk_dir",
 })  # fmt: skip
-"""Flags that are None on the command line and are not where they are read: declared by the type they have then."""
+"""Flags that are None on the command line and are not where they are read, beside those with the trait ``follows`` or
+``resolved_by``: ``Args`` has the type they have then."""

@@ -22,6 +22,7 @@ class Contract:
     ``call``: the signature, for messages. The function must take ``positional`` arguments and these ``keywords``; it
     is given what it takes of those ``offered``. A class is also asked for ``methods``. What ``generates`` is not called
     when rollouts are replayed. ``makes_samples`` and ``changes_samples``: what it may set on samples that are trained.
+    ``caller``: the process that calls it. ``flag``: the option that names it, filled in where contracts are looked up.
     """
 
     call: str

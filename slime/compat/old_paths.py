@@ -1,7 +1,8 @@
 """Modules of slime <= 0.3.1 that are no files here: what users import from them, and its home.
 
-``import slime`` puts a finder behind Python's own ones, so that a file of the same path always wins. Its modules are
-empty until a name is asked for. A function is patched at its home, which is where slime looks it up.
+``import slime`` installs two finders. A module that moved (``ALIASES``) is the object at its new path, so that a patch
+under either path takes effect. The others are found behind Python's own finders, so that a file of the same path wins;
+they are empty until a name is asked for, and a function of theirs is patched at its home, where slime looks it up.
 """
 
 from __future__ import annotations
@@ -154,8 +155,6 @@ ALIASES: dict[str, str] = {
     "slime.ray.train_actor": "slime.ray.actors.train_actor",
     "slime.ray.train_group": "slime.ray.driver.train_group",
     "slime.utils.external_utils": "slime.launch",
-    "slime.utils.external_utils.command_utils": "slime.launch.command_utils",
-    "slime.utils.external_utils.typer_utils": "slime.launch.typer_utils",
     "slime.utils.http_utils": "slime.servers.http_utils",
     "slime.weight_sync.named_updaters": "slime.compat.named_updaters",
 }
@@ -222,20 +221,39 @@ class OldPathFinder:
         feature = next((why for old, why in LACKING.items() if f"{fullname}.".startswith(f"{old}.")), None)
         if feature is not None:
             raise ModuleNotFoundError(f"there is no {fullname}: this version of slime lacks {feature}", name=fullname)
-        if fullname in ALIASES:
-            return ModuleSpec(fullname, _MovedModule())  # type: ignore[arg-type]
         is_package = any(old.startswith(f"{fullname}.") for old in (*PUBLIC, *OLD, *LACKING))
         if fullname in PUBLIC or fullname in OLD or (is_package and fullname.startswith(f"{_MEGATRON}.")):
             return ModuleSpec(fullname, _OldModule(), is_package=is_package)  # type: ignore[arg-type]
         return None
 
 
+def home_of(name: str) -> str:
+    """Return a dotted name with the module that moved (``ALIASES``) under the path of its file."""
+    old = max((old for old in ALIASES if f"{name}.".startswith(f"{old}.")), key=len, default=None)
+    return name if old is None else ALIASES[old] + name.removeprefix(old)
+
+
+class AliasFinder:
+    """Finds modules that moved, and those below them. It comes before Python's own finders: these would load a file
+    below a moved package a second time, under its old path."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module that moved; None for all others."""
+        home = home_of(fullname) if fullname.startswith("slime.") else fullname
+        return None if home == fullname else ModuleSpec(fullname, _MovedModule(home))  # type: ignore[arg-type]
+
+
 class _MovedModule:
+    def __init__(self, home: str) -> None:
+        self.home = home
+
     def create_module(self, spec: ModuleSpec) -> None:
         """An ordinary module will do: it is replaced."""
 
     def exec_module(self, module: ModuleType) -> None:
-        sys.modules[module.__name__] = import_module(ALIASES[module.__name__])
+        sys.modules[module.__name__] = import_module(self.home)
 
 
 class _OldModule:
@@ -254,4 +272,5 @@ class _OldModule:
 def install() -> None:
     """Let old paths be imported; does nothing the second time."""
     if not any(isinstance(finder, OldPathFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AliasFinder())
         sys.meta_path.append(OldPathFinder())

@@ -13,6 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
+"""A command line with these, and the size of the vocabulary, describes the model itself."""
+
 
 class LayerKind(NamedTuple):
     """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP."""
@@ -127,10 +130,6 @@ def model_shape(args: Namespace) -> ModelShape:
     """
     checkpoint = getattr(args, "hf_checkpoint", None)  # a caller of the public FLOPs function may have none
     return shape_of(args, _read_config(Path(checkpoint) / "config.json") if checkpoint else None)
-
-
-DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
-"""A command line with these, and the size of the vocabulary, describes the model itself."""
 
 
 @lru_cache(maxsize=8)

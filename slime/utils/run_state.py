@@ -7,7 +7,6 @@ of ``slime.arguments``.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
 from typing import Any, TypedDict, Unpack
 
 
@@ -31,8 +30,8 @@ class RunState(TypedDict, total=False):
     rollout_num_engines: int
     rollout_num_gpus: int
     sglang_router_ip: str
-    sglang_router_port: int | None
-    sglang_model_routers: Mapping[str, tuple[str, int | None]]
+    sglang_router_port: int
+    sglang_model_routers: dict[str, tuple[str, int]]
     """Address of the router by model."""
     sglang_model_engines: dict[str, int]
     """Engines in service by model; it changes when engines join and leave."""

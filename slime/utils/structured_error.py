@@ -45,6 +45,16 @@ class StructuredError(RuntimeError):
         super().__init__(message)
         self.data: ErrorData = data.copy() if data else {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[StructuredError], args: tuple[Any, ...], state: dict[str, Any]) -> StructuredError:
+    """Return an error as it was pickled; subclasses have constructors with other parameters."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 def data_of(error: BaseException | None) -> ErrorData:
     """Return the data of ``error`` and its causes, and what the words of the first mean that is another package's."""

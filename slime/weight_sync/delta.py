@@ -1,4 +1,4 @@
-"""Weights as changes since what all engines have: the trainers' half. The hosts': ``sglang_utils.delta_files``.
+"""Weights as changes since what all engines have: the trainers' half. The hosts': ``slime.weights.delta.host_copy``.
 
 Source ranks keep the weights of their stage as all engines confirmed them last, in host memory, and compare with them.
 What is published but not confirmed is kept as changes, and applied to that copy once it is.

@@ -58,6 +58,8 @@ def agree(error: Exception | None) -> None:
     if not failures:
         return
     data = merged(data for _, data in failures)
+    if not all(part.get("peer_lost") for _, part in failures):  # not the consequence of another failure, but with one
+        data.pop("peer_lost", None)
     if isinstance(error, WeightSyncError):
         error.data = data
         raise error

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from slime.algorithms.estimators import WITH_CRITIC
 from slime.arguments import diagnostics
 from slime.arguments.args import Args
 from slime.arguments.availability import unavailable_messages
@@ -41,7 +42,7 @@ def role_args(args: Args, role: str) -> Args:
     length of the run) is not among them and holds for the roles too.
     """
     if role == CRITIC and CRITIC not in args.role_values:
-        raise ArgumentError("there is a critic with --advantage-estimator ppo only")
+        raise ArgumentError(f"there is a critic with --advantage-estimator {WITH_CRITIC} only")
     values = args.role_values.get(CRITIC if role == CRITIC else ACTOR)
     return Args(**{**vars(args), **values}) if values else args
 
@@ -148,7 +149,7 @@ def _start_from(role: Args, args: Args, overrides: dict[str, Any], load: str, *,
 def check(args: Args) -> None:
     """The file must be right before anything starts; the roles read it when they do."""
     if args.critic_overrides and not args.use_critic:
-        diagnostics.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator ppo")
+        diagnostics.warn(args, f"{CRITIC_OPTION} has no effect without --advantage-estimator {WITH_CRITIC}")
     if args.megatron_config_path is None:
         return
     roles = read_roles(args.megatron_config_path, warn=lambda message: diagnostics.warn(args, message))
@@ -156,7 +157,7 @@ def check(args: Args) -> None:
         diagnostics.warn(
             args,
             f"--megatron-config-path {args.megatron_config_path}: the values of role critic have no effect without "
-            "--advantage-estimator ppo",
+            f"--advantage-estimator {WITH_CRITIC}",
         )
 
 
@@ -164,7 +165,8 @@ def _check_together(args: Args, actor: Args, critic: Args) -> None:
     if not args.compute_advantages_and_returns or args.loss_type == "sft_loss":
         other = "--loss-type sft_loss" if args.loss_type == "sft_loss" else "--disable-compute-advantages-and-returns"
         raise ArgumentError(
-            f"--advantage-estimator ppo trains a critic for advantages that {other} does not use; leave one of them out"
+            f"--advantage-estimator {WITH_CRITIC} trains a critic for advantages that {other} does not use; leave one "
+            "of them out"
         )
     for name in (flag.dest for flag in flags_where(lambda traits: traits.same_for_roles == "layout")):
         mine, theirs = getattr(actor, name, None), getattr(critic, name, None)

@@ -285,7 +285,7 @@ def choose_package(args: Args, *, pd_disaggregation: bool = False) -> RouterPack
     if asked == "sglang_router" and not has_sglang_router:
         raise ValueError("--sglang-router-package sglang_router: it is not installed (pip install sglang-router).")
     names_models = has_sglang_router and (args.serve_only or args.rollout_buffer_url is not None)
-    policies = {args.router_policy} | {args.router_prefill_policy, args.router_decode_policy}
+    policies = {args.router_policy, args.router_prefill_policy, args.router_decode_policy}
     needs_smg = sorted(SMG_ONLY_POLICIES & policies)
     if has_smg and (asked == "smg" or (asked == "auto" and (needs_smg or args.router_dp_aware or not names_models))):
         return "smg"

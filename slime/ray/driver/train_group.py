@@ -396,8 +396,9 @@ def resume_args(args: Args, saved: int | None) -> Args:
 
     ``--ckpt-step``, ``--finetune``, ``--no-load-optim`` and ``--no-load-rng`` are about the start of the run.
     """
-    if saved is None or args.save is None:
+    if saved is None:
         return args
+    assert args.save is not None, "what has been saved is below --save"
     resumed = copy.copy(args)
     resumed.load, resumed.ckpt_step = args.save, saved
     resumed.finetune = resumed.no_load_optim = resumed.no_load_rng = False

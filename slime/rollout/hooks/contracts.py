@@ -19,6 +19,6 @@ def contracts_of(caller: Literal["manager", "trainer"]) -> dict[str, Contract]:
 
 
 ENVIRONMENT = Contract(
-    "a class C(args, task) with reset, step, format_observation and close", 1, what="a class", flag="--environment-path"
+    "a class C(args, task) with reset, step, format_observation and close", 2, what="a class", flag="--environment-path"
 )
 """The classes of ``slime.arguments.files.environments.environments_of``."""

@@ -36,7 +36,7 @@ async def remote_rm(args: Args, sample: Sample) -> Any:
     return await ask(args.rm_url, payload, TIMEOUT_S)
 
 
-async def coin_toss(args: Any, sample: Sample) -> int:
+async def coin_toss(args: Args, sample: Sample) -> int:
     """Return 0 or 1 by chance."""
     return random.randint(0, 1)
 

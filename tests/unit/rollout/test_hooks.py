@@ -101,6 +101,19 @@ def test_hooks_of_evaluation_sets_are_looked_up_too():
         check_hooks(rollout_args(eval_datasets=[dataset]))
 
 
+def test_classes_of_environments_are_called_with_arguments_and_task():
+    assert check_hooks(rollout_args(environment_path=["tests.support.environments.Guess"])) is None
+    with pytest.raises(TypeError, match=r"environment .*EnvironmentWithoutTask.* Expected a class C\(args, task\)"):
+        check_hooks(rollout_args(environment_path=[f"{HERE}.EnvironmentWithoutTask"]))
+
+
+class EnvironmentWithoutTask:
+    def __init__(self, args: Any) -> None:
+        raise AssertionError("it is not called")
+
+    reset = step = format_observation = close = print
+
+
 def test_built_in_hooks_pass(monkeypatch):
     from slime.arguments.groups import rollout as groups
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import importlib.util
 import math
 import pickle
@@ -30,6 +31,20 @@ REAL = (  # modules that are files here, with what users import from them
     ("slime.utils.memory_utils", "clear_memory available_memory print_memory"),
     ("slime.utils.external_utils.typer_utils", "dataclass_cli"),
 )
+
+
+BELOW = ("slime.first_look.data", "slime.planner.render", "slime.utils.external_utils.command_utils")
+
+
+@pytest.mark.parametrize("path", [*old_paths.ALIASES, *BELOW])
+def test_a_module_that_moved_is_one_object_under_both_paths(path: str) -> None:
+    """A patch of either takes effect; modules below a moved package are not loaded a second time."""
+    home = old_paths.home_of(path)
+    assert importlib.import_module(path) is importlib.import_module(home)
+    if path in BELOW:  # in a process that imports the old path first, too
+        code = f"import slime, importlib as i; print(i.import_module({path!r}) is i.import_module({home!r}))"
+        run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert run.stdout.split() == ["True"], run.stderr
 
 
 @pytest.mark.parametrize(("path", "home"), ROWS, ids=[path for path, _ in ROWS])

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slime.utils.run_state import record
+from slime.utils.run_state import RunState, record
+from tests.unit.arguments.test_args_type import PARTS
 
 ROOT = Path(__file__).parents[3]
 NAMESPACES_OF_OTHERS = {
@@ -49,6 +50,17 @@ def test_record_is_the_only_writer_outside_of_the_arguments() -> None:
 )
 def test_what_counts_as_a_write(source: str, names: list[str]) -> None:
     assert [name for _, name in written(source)] == names
+
+
+def test_types_are_those_of_the_arguments() -> None:
+    """Before they are set, some are None."""
+    read = {name: hint.removesuffix(" | None") for part in PARTS for name, hint in part.__annotations__.items()}
+    hints = {name: hint.__forward_arg__ for name, hint in RunState.__annotations__.items()}
+    of_trainers = {"rank", "world_size"}  # Megatron's own names, without a flag
+    assert set(hints) - set(read) <= of_trainers
+    assert {name: hint.removesuffix(" | None") for name, hint in hints.items() if name in read} == {
+        name: read[name] for name in hints if name in read
+    }
 
 
 def test_hooks_read_what_was_recorded() -> None:

@@ -27,6 +27,19 @@ def test_the_data_of_an_error_survives_pickling(kind: type[StructuredError]) -> 
     assert arrived.data == {"hanging": {"http://e1": "could not pause"}}
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoWayError(Version("run", 3, "state"), "weight_v000002 cannot be read"),
+        EngineError("GET", "http://e1", status=400, body="no"),
+    ],
+    ids=["NoWayError", "EngineError"],
+)
+def test_errors_with_parameters_of_their_own_survive_pickling(error: StructuredError) -> None:
+    arrived = pickle.loads(pickle.dumps(error))
+    assert (type(arrived), str(arrived), vars(arrived)) == (type(error), str(error), vars(error))
+
+
 def test_the_data_of_an_error_in_an_actor_of_an_actor_reaches_the_driver() -> None:
     class Host:
         @reports_errors

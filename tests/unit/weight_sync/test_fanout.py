@@ -105,3 +105,18 @@ def test_every_rank_raises_with_the_data_of_all(own: Exception | None, monkeypat
     assert str(caught.value) == ("mine" if isinstance(own, WeightSyncError) else "another rank's")
     refused = {"refused": True} if isinstance(own, WeightSyncError) else {}
     assert caught.value.data == {**refused, "hanging": {"http://e1": "could not pause"}}
+
+
+@pytest.mark.parametrize(("words", "secondary"), [("shape mismatch", False), ("connection reset by peer", True)])
+def test_a_cause_among_lost_connections_is_not_taken_for_a_consequence(
+    words: str, secondary: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = ("connection closed by peer", {"peer_lost": True})
+    monkeypatch.setattr(fanout, "gather_from_world", lambda mine: [mine, lost])
+
+    def step() -> None:
+        raise RuntimeError(words)
+
+    with pytest.raises(WeightSyncError) as caught:
+        attempt(step)
+    assert caught.value.data.get("peer_lost", False) is secondary

@@ -1,6 +1,6 @@
 """Save and load trainer state as Megatron ``torch_dist`` checkpoints that any other parallel layout can read.
 
-The other formats of ``--ckpt-format`` are ``checkpoint_formats``'s; a checkpoint is read in the one that it has.
+The other formats of ``--ckpt-format`` are in ``formats``; a checkpoint is read in the one that it has.
 
 What is saved: model, optimizer (``fully_reshardable``: fp32 parameters and Adam moments in model coordinates),
 learning-rate schedule, random states. The iteration of a checkpoint is the rollout id after which it was taken.

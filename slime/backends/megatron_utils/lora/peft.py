@@ -158,8 +158,11 @@ def _check_config(args: Args, directory: Path, targets: list[str]) -> None:
     wrong = [f"{key} {config[key]!r}" for key, unused in _UNUSED.items() if config.get(key, unused) not in (unused, [])]
     if wrong:
         raise ValueError(f"--lora-adapter-path {directory} has {', '.join(wrong)}, which adapters here do not have")
-    for flag, key in (("--lora-rank", "r"), ("--lora-alpha", "lora_alpha")):
-        own = getattr(args, flag[2:].replace("-", "_"))
+    expected: list[tuple[str, str, float]] = [
+        ("--lora-rank", "r", args.lora_rank),
+        ("--lora-alpha", "lora_alpha", args.lora_alpha),
+    ]
+    for flag, key, own in expected:
         if config.get(key) != own:
             raise ValueError(f"--lora-adapter-path {directory} has {key} {config.get(key)}, and {flag} is {own}")
     modules = config.get("target_modules")

@@ -6,4 +6,5 @@ _PUBLIC = {
     name: f"slime.backends.megatron_utils.model.provider.{name}"
     for name in ("get_model", "model_provider", "padded_vocab_size")
 }
+__all__ = list(_PUBLIC)
 __getattr__ = moved(__name__, _PUBLIC, for_good=_PUBLIC)

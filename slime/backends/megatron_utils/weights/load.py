@@ -105,7 +105,7 @@ def _check_names(
     if unexpected:
         way_out = "Do the model flags (layers, biases, norms) describe this checkpoint?"
         if any("_scale_inv" in name for name in unexpected):
-            way_out = "Its weights are in FP8: slime.launch.command_utils.fp8_cast_bf16 makes them bf16"
+            way_out = "Its weights are in FP8: slime.utils.external_utils.command_utils.fp8_cast_bf16 makes them bf16"
         raise ValueError(
             f"{checkpoint.path}: {len(unexpected)} tensors have no place in the model: {_some(unexpected)}. {way_out}"
         )

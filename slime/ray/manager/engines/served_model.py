@@ -51,7 +51,9 @@ class ServedModel:
     @property
     def address(self) -> tuple[str, int]:
         """Host, as plug-ins put it into a URL (an IPv6 address in brackets), and port of the router."""
-        return _wrap_ipv6(self.running_router.host), self.running_router.port or 0
+        router = self.running_router
+        assert router.port is not None, f"{router} has no port: it has not been started"
+        return _wrap_ipv6(router.host), router.port
 
     def of(self, *states: State) -> list[Member]:
         """Return its engines in one of ``states``."""

@@ -19,8 +19,7 @@ def register() -> None:
 
     import torch
 
-    from slime_engine_plugin.cpu import cuda_assumptions as cpu
-    from slime_engine_plugin.cpu import disaggregation, quantized
+    from slime_engine_plugin.cpu import cuda_assumptions, disaggregation, quantized
     from slime_engine_plugin.server import files, keys, pause, rendezvous, request_fields, start
     from slime_engine_plugin.weights import repacked
 
@@ -37,7 +36,7 @@ def register() -> None:
 
         adapters.register(on_cpu)
     if on_cpu:
-        cpu.register()
+        cuda_assumptions.register()
         disaggregation.register()
         quantized.register()
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
