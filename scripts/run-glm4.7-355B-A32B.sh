@@ -6,11 +6,12 @@ source "$SCRIPTS/models/glm4.5-355B-A32B.sh"
 
 : "${NODES:=8}" "${TP:=8}" "${PP:=4}" "${CP:=2}" "${EP:=16}"
 : "${ENGINE_GPUS:=32}" "${ENGINE_DP:=4}" "${MAX_TOKENS:=16384}"
+LAST_STAGE= # 92 layers: 23 on each stage
+RM_TYPE=deepscaler ROLLOUT_BATCH_SIZE=64 MAX_RESPONSE_LEN=8192 EVAL_MAX_RESPONSE_LEN=16384
+source "$SCRIPTS/lib/large_moe.sh"
 
-CLUSTER_ARGS=(
-    --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
-    --colocate
-)
+CLUSTER_ARGS+=(--colocate)
+PERF_ARGS+=(--moe-enable-deepep --moe-token-dispatcher-type flex --max-tokens-per-gpu "$MAX_TOKENS")
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/GLM-4.7"
@@ -18,39 +19,6 @@ CKPT_ARGS=(
     --save "$BASE_DIR/GLM-4.7_slime"
     --save-interval 20
 )
-
-ROLLOUT_ARGS=(
-    --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
-    --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
-    --rm-type deepscaler
-    --num-rollout 3000
-    --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512
-    --over-sampling-batch-size 128
-    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-    --rollout-max-response-len 8192
-    --rollout-temperature 1
-)
-
-EVAL_ARGS=(
-    --eval-interval 20
-    --eval-prompt-data aime "$BASE_DIR/aime-2024/aime-2024.jsonl"
-    --n-samples-per-eval-prompt 8
-    --eval-max-response-len 16384
-)
-
-PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP" --sequence-parallel
-    --pipeline-model-parallel-size "$PP"
-    --context-parallel-size "$CP"
-    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --moe-enable-deepep --moe-token-dispatcher-type flex
-    --max-tokens-per-gpu "$MAX_TOKENS"
-)
-
-# Where scores are close, engine and trainer choose different experts: importance weights, at most 2, correct for it.
-TIS_ARGS=(--use-tis --tis-clip 2.0)
-
-OPTIMIZER_ARGS+=("${CPU_ADAM_ARGS[@]}")
 
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine "$ENGINE_GPUS"

@@ -5,14 +5,15 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/glm5.2-744B-A40B.sh"
 
+# 78 layers: seven stages of 10 and a last one of 8. Eight context-parallel ranks hold sequences of 8 x MAX_TOKENS.
 : "${NODES:=32}" "${TP:=4}" "${PP:=8}" "${LAST_STAGE:=8}" "${CP:=8}" "${EP:=32}"
 : "${ENGINE_GPUS:=64}" "${ENGINE_DP:=8}" "${MAX_TOKENS:=16384}"
 : "${SGLANG_CONFIG:=$SCRIPTS/configs/glm5.2-744B-A40B-sglang.yaml}"
+RM_TYPE=deepscaler ROLLOUT_BATCH_SIZE=64 MAX_RESPONSE_LEN=65536 EVAL_MAX_RESPONSE_LEN=65536
+source "$SCRIPTS/lib/large_moe.sh"
 
-CLUSTER_ARGS=(
-    --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
-    --colocate
-)
+CLUSTER_ARGS+=(--colocate)
+PERF_ARGS+=(--moe-enable-deepep --moe-token-dispatcher-type flex --max-tokens-per-gpu "$MAX_TOKENS")
 
 CKPT_ARGS=(
     --hf-checkpoint "$BASE_DIR/GLM-5.2"
@@ -20,40 +21,6 @@ CKPT_ARGS=(
     --save "$BASE_DIR/GLM-5.2_slime"
     --save-interval 20
 )
-
-ROLLOUT_ARGS=(
-    --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
-    --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
-    --rm-type deepscaler
-    --num-rollout 3000
-    --rollout-batch-size 64 --n-samples-per-prompt 8 --global-batch-size 512
-    --over-sampling-batch-size 128
-    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-    --rollout-max-response-len 65536
-    --rollout-temperature 1
-)
-
-EVAL_ARGS=(
-    --eval-interval 20
-    --eval-prompt-data aime "$BASE_DIR/aime-2024/aime-2024.jsonl"
-    --n-samples-per-eval-prompt 8
-    --eval-max-response-len 65536
-)
-
-# 78 layers: seven stages of 10 and a last one of 8. Eight context-parallel ranks hold sequences of 8 x MAX_TOKENS.
-PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP" --sequence-parallel
-    --pipeline-model-parallel-size "$PP" --decoder-last-pipeline-num-layers "$LAST_STAGE"
-    --context-parallel-size "$CP"
-    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --moe-enable-deepep --moe-token-dispatcher-type flex
-    --max-tokens-per-gpu "$MAX_TOKENS"
-)
-
-# Where scores are close, engine and trainer choose different experts: importance weights, at most 2, correct for it.
-TIS_ARGS=(--use-tis --tis-clip 2.0)
-
-OPTIMIZER_ARGS+=("${CPU_ADAM_ARGS[@]}")
 
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine "$ENGINE_GPUS"

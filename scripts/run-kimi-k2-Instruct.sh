@@ -4,13 +4,14 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/kimi-k2.sh"
 
+# 61 layers: seven stages of 8 and a last one of 5, which has the output layer (163840 tokens) besides.
 : "${NODES:=32}" "${TP:=8}" "${PP:=8}" "${LAST_STAGE:=5}" "${CP:=4}" "${EP:=32}"
 : "${ENGINE_GPUS:=16}" "${ENGINE_DP:=8}" "${MAX_TOKENS:=16384}"
+RM_TYPE=math ROLLOUT_BATCH_SIZE=128 MAX_RESPONSE_LEN=8192 EVAL_MAX_RESPONSE_LEN=16384
+source "$SCRIPTS/lib/large_moe.sh"
 
-CLUSTER_ARGS=(
-    --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
-    --colocate
-)
+CLUSTER_ARGS+=(--colocate)
+PERF_ARGS+=(--moe-enable-deepep --moe-token-dispatcher-type flex --max-tokens-per-gpu "$MAX_TOKENS")
 
 # Engines serve the FP8 checkpoint and get FP8 weights at every sync; the trainer starts from its bf16 version.
 CKPT_ARGS=(
@@ -20,37 +21,6 @@ CKPT_ARGS=(
     --save "$BASE_DIR/Kimi-K2-Instruct_slime"
     --save-interval 20
 )
-
-ROLLOUT_ARGS=(
-    --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
-    --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
-    --rm-type math
-    --num-rollout 3000
-    --rollout-batch-size 128 --n-samples-per-prompt 8 --global-batch-size 1024
-    --over-sampling-batch-size 256
-    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-    --rollout-max-response-len 8192
-    --rollout-temperature 1
-)
-
-EVAL_ARGS=(
-    --eval-interval 20
-    --eval-prompt-data aime "$BASE_DIR/aime-2024/aime-2024.jsonl"
-    --n-samples-per-eval-prompt 8
-    --eval-max-response-len 16384
-)
-
-# 61 layers: seven stages of 8 and a last one of 5, which has the output layer (163840 tokens) besides.
-PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP" --sequence-parallel
-    --pipeline-model-parallel-size "$PP" --decoder-last-pipeline-num-layers "$LAST_STAGE"
-    --context-parallel-size "$CP"
-    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --moe-enable-deepep --moe-token-dispatcher-type flex
-    --max-tokens-per-gpu "$MAX_TOKENS"
-)
-
-OPTIMIZER_ARGS+=("${CPU_ADAM_ARGS[@]}")
 
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine "$ENGINE_GPUS"

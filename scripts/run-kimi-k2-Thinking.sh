@@ -4,13 +4,14 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/kimi-k2-thinking.sh"
 
+# 61 layers: seven stages of 8 and a last one of 5, which has the output layer (163840 tokens) besides.
 : "${NODES:=32}" "${TP:=8}" "${PP:=8}" "${LAST_STAGE:=5}" "${CP:=4}" "${EP:=32}"
 : "${ENGINE_GPUS:=16}" "${ENGINE_DP:=8}" "${MAX_TOKENS:=16384}"
+RM_TYPE=deepscaler ROLLOUT_BATCH_SIZE=128 MAX_RESPONSE_LEN=32768 EVAL_MAX_RESPONSE_LEN=32768
+source "$SCRIPTS/lib/large_moe.sh"
 
-CLUSTER_ARGS=(
-    --actor-num-nodes "$NODES" --actor-num-gpus-per-node "$GPUS_PER_NODE" --num-gpus-per-node "$GPUS_PER_NODE"
-    --colocate
-)
+CLUSTER_ARGS+=(--colocate)
+PERF_ARGS+=(--moe-enable-deepep --moe-token-dispatcher-type flex --max-tokens-per-gpu "$MAX_TOKENS")
 
 # Engines serve the INT4 checkpoint and get INT4 weights at every sync; the trainer starts from its bf16 version.
 CKPT_ARGS=(
@@ -21,41 +22,6 @@ CKPT_ARGS=(
     --save-interval 20
 )
 
-ROLLOUT_ARGS=(
-    --prompt-data "$BASE_DIR/dapo-math-17k/dapo-math-17k.jsonl"
-    --input-key prompt --label-key label --apply-chat-template --rollout-shuffle
-    --rm-type deepscaler
-    --num-rollout 3000
-    --rollout-batch-size 128 --n-samples-per-prompt 8 --global-batch-size 1024
-    --over-sampling-batch-size 256
-    --dynamic-sampling-filter-path slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std
-    --rollout-max-response-len 32768
-    --rollout-temperature 1
-)
-
-EVAL_ARGS=(
-    --eval-interval 20
-    --eval-prompt-data aime "$BASE_DIR/aime-2024/aime-2024.jsonl"
-    --n-samples-per-eval-prompt 8
-    --eval-max-response-len 32768
-)
-
-# 61 layers: seven stages of 8 and a last one of 5, which has the output layer (163840 tokens) besides.
-PERF_ARGS+=(
-    --tensor-model-parallel-size "$TP" --sequence-parallel
-    --pipeline-model-parallel-size "$PP" --decoder-last-pipeline-num-layers "$LAST_STAGE"
-    --context-parallel-size "$CP"
-    --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
-    --moe-enable-deepep --moe-token-dispatcher-type flex
-    --max-tokens-per-gpu "$MAX_TOKENS"
-)
-
-# The engine's weights are rounded to INT4 and the trainer's are not: importance weights, at most 2, correct for the
-# difference. low_precision/run-kimi-k2-Thinking-int4.sh makes it smaller by training with rounded weights.
-TIS_ARGS=(--use-tis --tis-clip 2.0)
-
-OPTIMIZER_ARGS+=("${CPU_ADAM_ARGS[@]}")
-
 # DeepEP has no kernels for INT4 experts.
 SGLANG_ARGS=(
     --rollout-num-gpus-per-engine "$ENGINE_GPUS"
@@ -64,6 +30,8 @@ SGLANG_ARGS=(
     --sglang-ep-size "$ENGINE_GPUS"
 )
 
+# The engine's weights are rounded to INT4 and the trainer's are not: importance weights, at most 2, correct for the
+# difference. low_precision/run-kimi-k2-Thinking-int4.sh makes it smaller by training with rounded weights.
 launch train.py "${CLUSTER_ARGS[@]}" "${MODEL_ARGS[@]}" "${CKPT_ARGS[@]}" "${ROLLOUT_ARGS[@]}" "${EVAL_ARGS[@]}" \
     "${PERF_ARGS[@]}" "${GRPO_ARGS[@]}" "${TIS_ARGS[@]}" "${OPTIMIZER_ARGS[@]}" "${SGLANG_ARGS[@]}" \
     "${MISC_ARGS[@]}" "$@"
