@@ -44,6 +44,12 @@ class Module:
         return list(ast.walk(self.tree))
 
     @cached_property
+    def for_types_alone(self) -> set[ast.AST]:
+        """The nodes below ``if TYPE_CHECKING:``."""
+        blocks = (node for node in self.nodes if isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING")
+        return {below for block in blocks for statement in block.body for below in ast.walk(statement)}
+
+    @cached_property
     def imported(self) -> dict[str, str]:
         """Local name -> dotted name that an import binds it to, wherever the import is."""
         return dict(_bindings(self))
@@ -64,7 +70,7 @@ class Code:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """Module -> modules of the package that it imports, anywhere in its text."""
+        """Module -> modules of the package that it imports, anywhere in its text; for types alone is no import."""
         return {
             name: {target for dotted in _imported_names(module) if (target := self._module_of(dotted))} - {name}
             for name, module in self.modules.items()
@@ -191,11 +197,52 @@ class Code:
     def functions_that_take_args(self) -> int:
         """Return the number of functions that have a parameter named ``args``, ``*args`` not counted."""
         nodes = (node for module in self.modules.values() for node in module.nodes)
-        return sum(
-            any(a.arg == "args" for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs))
-            for n in nodes
-            if isinstance(n, Function)
-        )
+        return sum(any(a.arg == "args" for a in _parameters(n)) for n in nodes if isinstance(n, Function))
+
+    def typed_reads_of_args(self) -> tuple[int, int]:
+        """Return how many reads ``args.x`` and ``self.args.x`` have ``Args`` as the type, and how many there are.
+
+        The type is that of the function's parameter, or of the class's. Local variables ``args`` and parameters of
+        lambdas, which have no annotation, are left out.
+        """
+        typed = [is_typed for module in self.modules.values() for is_typed in self._reads_of_args(module, module.tree)]
+        return sum(typed), len(typed)
+
+    def _reads_of_args(self, module: Module, node: ast.AST, known: Mapping[str, bool] | None = None) -> Iterator[bool]:
+        """Yield whether the type is ``Args`` for each read below ``node``; ``known``: of ``args`` and ``self.args``."""
+        known = known or {}
+        for child in ast.iter_child_nodes(node):
+            inside = known
+            if isinstance(child, ast.Attribute) and (of := ast.unparse(child.value)) in known:
+                yield known[of]
+            elif isinstance(child, ast.ClassDef):
+                inside = {"self.args": self._class_has_args(module, child)}
+            elif isinstance(child, Function):
+                inside = {**known, **{a.arg: _is_args(a.annotation) for a in _parameters(child) if a.arg == "args"}}
+            elif isinstance(child, ast.Lambda) and any(a.arg == "args" for a in child.args.args):
+                inside = {name: is_typed for name, is_typed in known.items() if name != "args"}
+            yield from self._reads_of_args(module, child, inside)
+
+    def _class_has_args(self, module: Module, node: ast.ClassDef) -> bool:
+        """True if the class, or one of its bases, declares ``args: Args``, itself or as a parameter of ``__init__``."""
+        for inner in node.body:
+            if isinstance(inner, ast.AnnAssign) and ast.unparse(inner.target) == "args":
+                return _is_args(inner.annotation)
+            if isinstance(inner, Function) and inner.name == "__init__":
+                for parameter in _parameters(inner):
+                    if parameter.arg == "args":
+                        return _is_args(parameter.annotation)
+        names = filter(None, map(_last_name, node.bases))
+        bases = (self.classes.get(module.imported.get(name, f"{module.name}.{name}")) for name in names)
+        return any(base is not None and base[1] is not node and self._class_has_args(*base) for base in bases)
+
+    @cached_property
+    def classes(self) -> dict[str, tuple[Module, ast.ClassDef]]:
+        """``module.Class`` -> (module, class)."""
+        nodes = ((module, node) for module in self.modules.values() for node in module.nodes)
+        return {
+            f"{module.name}.{node.name}": (module, node) for module, node in nodes if isinstance(node, ast.ClassDef)
+        }
 
     def any_parameters(self) -> tuple[int, int]:
         """Return how many parameters are plain ``Any``, and how many there are, ``self`` and ``cls`` left out."""
@@ -204,7 +251,7 @@ class Code:
             for module in self.modules.values()
             for n in module.nodes
             if isinstance(n, Function)
-            for a in (*n.args.posonlyargs, *n.args.args, *n.args.kwonlyargs, n.args.vararg, n.args.kwarg)
+            for a in (*_parameters(n), n.args.vararg, n.args.kwarg)
             if a is not None and a.arg not in ("self", "cls")
         ]
         return sum(a is not None and _last_name(a) == "Any" for a in annotations), len(annotations)
@@ -286,6 +333,15 @@ def _last_name(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
 
 
+def _is_args(annotation: ast.expr | None) -> bool:
+    return annotation is not None and any(_last_name(node) == "Args" for node in ast.walk(annotation))
+
+
+def _parameters(function: Function) -> list[ast.arg]:
+    """The parameters, without ``*args`` and ``**kwargs``."""
+    return [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+
+
 def _flag_name(node: ast.AST | None) -> str | None:
     """The attribute that a string, spelled as a flag or as an attribute, or ``args.attribute`` names."""
     if isinstance(node, ast.Constant):
@@ -295,8 +351,10 @@ def _flag_name(node: ast.AST | None) -> str | None:
 
 
 def _imported_names(module: Module) -> Iterator[str]:
-    """Yield the dotted name of everything that is imported anywhere in the file."""
+    """Yield the dotted name of everything that is imported anywhere in the file, except for types alone."""
     for node in module.nodes:
+        if node in module.for_types_alone:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -363,6 +421,7 @@ def report(
     typed = code.typed_lines(settings["mypy"])
     lists, long = code.flag_lists(declared.difference(words)), code.long_functions()
     plain_any, parameters = code.any_parameters()
+    known, reads = code.typed_reads_of_args()
     return [
         ("lines", f"{total:,}"),
         ("files", f"{len(lines)}"),
@@ -374,6 +433,7 @@ def report(
         ("functions that take args", f"{code.functions_that_take_args()}"),
         ("lists of flags outside declarations", f"{len(lists)}{_few(lists, 8)}"),
         ("`Any` parameters", f"{plain_any} of {parameters} ({plain_any / max(1, parameters):.1%})"),
+        ("reads of args that mypy checks", f"{known:,} of {reads:,} ({known / max(1, reads):.1%})"),
         (f"functions > {LONG_FUNCTION} lines", f"{len(long)}{_few(long)}"),
         ("frames from group to post", f"{len(chain)}: {' > '.join(shown)}" if chain else "no chain of calls found"),
         ("import circles", f"{len(circles)}{_few([' <> '.join(circle) for circle in circles])}"),

@@ -12,7 +12,7 @@ _ALL = frozenset({"null", "boolean", "integer", "number", "object", "array", "st
 _KIND_OF = {type(None): "null", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
-def parameter_schemas(schema: Any) -> dict[str, tuple[Any, Any]]:
+def parameter_schemas(schema: object) -> dict[str, tuple[Any, Any]]:
     """Each parameter's schema, with the whole one, where references are looked up; whatever an agent sent as one."""
     found = {}
     for part in _parts(schema, schema, MAX_DEPTH):
@@ -22,7 +22,7 @@ def parameter_schemas(schema: Any) -> dict[str, tuple[Any, Any]]:
     return found
 
 
-def typed(value: str, schema: Any = None, root: Any = None) -> Any:
+def typed(value: str, schema: object = None, root: object = None) -> Any:
     """``value`` as a member of the schema's ``enum`` or ``const``, or as JSON of a type that it allows; as it is
     where it is neither, or the schema says nothing."""
     for member in _members(schema, root, MAX_DEPTH):
@@ -45,7 +45,7 @@ def _refuse(constant: str) -> Any:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _resolved(schema: Any, root: Any) -> Any:
+def _resolved(schema: Any, root: object) -> Any:
     reference = schema.get("$ref") if isinstance(schema, Mapping) else None
     if not isinstance(reference, str) or not reference.startswith("#"):
         return schema
@@ -60,7 +60,7 @@ def _listed(schema: Mapping[str, Any], key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _parts(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
+def _parts(schema: object, root: object, depth: int) -> Iterator[Mapping[str, Any]]:
     """The schema and all that it is made of."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or not depth:
@@ -70,14 +70,14 @@ def _parts(schema: Any, root: Any, depth: int) -> Iterator[Mapping[str, Any]]:
         yield from _parts(one, root, depth - 1)
 
 
-def _members(schema: Any, root: Any, depth: int) -> Iterator[Any]:
+def _members(schema: object, root: object, depth: int) -> Iterator[Any]:
     for part in _parts(schema, root, depth):
         yield from _listed(part, "enum")
         if "const" in part:
             yield part["const"]
 
 
-def _kinds(schema: Any, root: Any, depth: int) -> frozenset[str]:
+def _kinds(schema: object, root: object, depth: int) -> frozenset[str]:
     """The types that a value may have: all of them where none are given."""
     schema = _resolved(schema, root)
     if not isinstance(schema, Mapping) or not depth:

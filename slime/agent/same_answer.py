@@ -20,7 +20,7 @@ class ToolCall(dict[str, Any]):
     id: str = ""
 
     @classmethod
-    def named(cls, call: Mapping[str, Any], call_id: Any) -> ToolCall:
+    def named(cls, call: Mapping[str, Any], call_id: object) -> ToolCall:
         """``call`` with an id."""
         found = cls(call)
         found.id = call_id if isinstance(call_id, str) else ""
@@ -86,7 +86,7 @@ def _is_same_call(call: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
     return same_id or _plain(call["function"]["arguments"]) == _plain(own["function"]["arguments"])
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """``value`` without nulls in objects, and without white space in texts; true is not 1."""
     if isinstance(value, Mapping):
         return {key: _plain(one) for key, one in value.items() if one is not None}
@@ -95,5 +95,5 @@ def _plain(value: Any) -> Any:
     return _squeezed(value) if isinstance(value, str) else (isinstance(value, bool), value)
 
 
-def _squeezed(text: Any) -> str:
+def _squeezed(text: object) -> str:
     return "".join(str(text).split()) if text else ""

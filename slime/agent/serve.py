@@ -155,7 +155,7 @@ class Gateway(OpenAIAdapter):
         except KeyError:
             raise ValueError(f"session {sid!r} is not open") from None
 
-    async def _item(self, sid: str, reward: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    async def _item(self, sid: str, reward: float | dict[str, Any], extra_info: dict[str, Any]) -> dict[str, Any]:
         """The trajectory of a session, as the rollout buffer takes it."""
         instance = self._take(sid)
         samples = await self.finish_session(sid, base_sample=Sample(), reward=reward)
@@ -177,7 +177,9 @@ class Gateway(OpenAIAdapter):
     async def _close(self, app: web.Application) -> None:
         await self.client.close()
 
-    def _note_conversation(self, sid: str, messages: list[Any], tools: Any, said: Any, turn: Any) -> None:
+    def _note_conversation(
+        self, sid: str, messages: list[Any], tools: object, said: dict[str, Any], turn: object
+    ) -> None:
         self.conversations[sid] = [*messages, said]
 
     def _control(self, handler: Handler) -> Handler:

@@ -74,7 +74,7 @@ def importable() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def _call(function: str, *arguments: Any) -> Any:
+def _call(function: str, *arguments: object) -> Any:
     return FUNCTIONS[function](*arguments) if importable() else call_helper(function, *arguments)
 
 
@@ -161,7 +161,7 @@ class _Helper:
             self.process.wait()
 
 
-def call_helper(function: str, *arguments: Any) -> Any:
+def call_helper(function: str, *arguments: object) -> Any:
     """Run one of ``FUNCTIONS`` in the helper. Thread-safe; a helper that hangs or ends is replaced.
 
     Raises what the function raises, UnparsableOutput when it takes longer than 30 s, and RuntimeError when the helper

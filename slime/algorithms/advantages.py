@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from slime.algorithms.trained_tokens import TrainedTokens
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 Rewards = Sequence[float] | Tensor
 Column = list[Tensor]
@@ -53,12 +56,12 @@ class EstimatorInputs:
 # Functions of the table: (advantages, returns), each [n_local_i]
 
 
-def grpo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+def grpo(args: Args, inputs: EstimatorInputs) -> tuple[Column, Column]:
     """GRPO, GSPO and CISPO: the reward at every token."""
     return _as_advantages(get_grpo_returns(inputs.rewards, inputs.kl))
 
 
-def reinforce_plus_plus(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+def reinforce_plus_plus(args: Args, inputs: EstimatorInputs) -> tuple[Column, Column]:
     """REINFORCE++; zeros for a sample without a trained token, say one whose reward failed."""
     kl = inputs.layout.whole(inputs.kl)
     returns = [torch.zeros_like(values) for values in kl]
@@ -78,19 +81,19 @@ def reinforce_plus_plus(args: Any, inputs: EstimatorInputs) -> tuple[Column, Col
     return _as_advantages(list(inputs.layout.local(returns)))
 
 
-def reinforce_plus_plus_baseline(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+def reinforce_plus_plus_baseline(args: Args, inputs: EstimatorInputs) -> tuple[Column, Column]:
     """REINFORCE++-baseline: the reward minus each token's KL."""
     return _as_advantages(
         get_reinforce_plus_plus_baseline_advantages(inputs.rewards, inputs.kl, inputs.loss_masks, args.kl_coef)
     )
 
 
-def rloo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+def rloo(args: Args, inputs: EstimatorInputs) -> tuple[Column, Column]:
     """RLOO: the reward minus the KL of the response, at every token."""
     return _as_advantages(get_rloo_advantages(inputs.rewards, inputs.kl, inputs.response_kl, args.kl_coef))
 
 
-def ppo(args: Any, inputs: EstimatorInputs) -> tuple[Column, Column]:
+def ppo(args: Args, inputs: EstimatorInputs) -> tuple[Column, Column]:
     """PPO: generalized advantage estimation over the trained tokens, with the critic's values."""
     trained = TrainedTokens(inputs.loss_masks)
     kls, values = (trained.close_up(inputs.layout.whole(column)) for column in (inputs.kl, inputs.values))

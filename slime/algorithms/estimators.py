@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 _ADVANTAGES = "slime.algorithms.advantages"
 
@@ -59,7 +62,7 @@ _TABLE = (
 ESTIMATORS = {estimator.name: estimator for estimator in _TABLE}
 
 
-def estimator_of(args: Any) -> Estimator:
+def estimator_of(args: Args) -> Estimator:
     """Return the entry of ``args.advantage_estimator``. Raises ValueError for a name that the table does not have."""
     name = args.advantage_estimator
     if name not in ESTIMATORS:

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 
 def compute_policy_loss(
@@ -72,7 +75,7 @@ def compute_gspo_kl(
 
 
 def compute_opsm_mask(
-    args: Any,
+    args: Args,
     full_log_probs: Sequence[Tensor],
     full_old_log_probs: Sequence[Tensor],
     advantages: Sequence[Tensor],

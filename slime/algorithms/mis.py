@@ -25,13 +25,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from slime.algorithms.mis_names import chi_squared, of_bounds, perplexities
 from slime.algorithms.mismatch import LARGEST_LOG_RATIO
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
@@ -82,7 +85,7 @@ class Settings:
     normalize: bool
 
     @classmethod
-    def of(cls, args: Any) -> Settings:
+    def of(cls, args: Args) -> Settings:
         """Raises ValueError naming the key."""
         level, mode = _choice(args, "tis_level", LEVELS, "token"), _choice(args, "tis_mode", MODES, "truncate")
         upper = _bound(args, "tis_upper_bound", 2.0)
@@ -134,7 +137,7 @@ def vetoed_tokens(difference: Tensor, trained: Tensor, threshold: float) -> Tens
 
 
 def compute_mis_weights(
-    args: Any,
+    args: Args,
     *,
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
@@ -241,14 +244,14 @@ def _normalizer(settings: Settings, weights: list[Tensor], masks: list[Tensor]) 
     return torch.where(total > 0, count / total, torch.ones_like(total))
 
 
-def _choice(args: Any, name: str, choices: Sequence[str], default: str) -> str:
+def _choice(args: Args, name: str, choices: Sequence[str], default: str) -> str:
     value = getattr(args, name, None) or default
     if value not in choices:
         raise ValueError(f"{name} {value!r}: expected one of {', '.join(choices)}")
     return str(value)
 
 
-def _bound(args: Any, name: str, default: float) -> float:
+def _bound(args: Args, name: str, default: float) -> float:
     value = getattr(args, name, None)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:

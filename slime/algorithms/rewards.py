@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 
 from slime.algorithms.estimators import estimator_of
 from slime.utils.types import Sample
 
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
+
 _EPSILON = 1e-6
 
 
-def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[Any], list[float]]:
+def post_process_rewards(args: Args, samples: Sequence[Sample]) -> tuple[list[Any], list[float]]:
     """Return (raw rewards, rewards to train on), the default of ``--custom-reward-post-process-path``.
 
     Raw is the sample's reward, or its ``args.reward_key`` entry; see ``normalize_rewards`` for the other.
@@ -23,7 +26,7 @@ def post_process_rewards(args: Any, samples: Sequence[Sample]) -> tuple[list[Any
     return raw, normalize_rewards(args, samples, raw)
 
 
-def normalize_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any] | None = None) -> list[float]:
+def normalize_rewards(args: Args, samples: Sequence[Sample], raw_rewards: Sequence[Any] | None = None) -> list[float]:
     """Return the rewards to train on, one per sample.
 
     With ``args.rewards_normalization`` and an estimator that has a ``baseline`` rewards are centered per group: on the
@@ -143,7 +146,7 @@ def _trajectories(group_indices: Sequence[Hashable], rollout_ids: Sequence[Hasha
     return [list(trajectories.values()) for trajectories in groups.values()]
 
 
-def _groups(args: Any, samples: Sequence[Sample]) -> list[Hashable]:
+def _groups(args: Args, samples: Sequence[Sample]) -> list[Hashable]:
     indices: list[Hashable] = [sample.group_index for sample in samples]
     unknown = [position for position, index in enumerate(indices) if index is None]
     if not unknown:
@@ -163,7 +166,7 @@ def reward_failed(sample: Sample) -> bool:
     return sample.remove_sample and "reward_error" in (sample.metadata or {})
 
 
-def _finite(sample: Sample, reward: Any) -> float:
+def _finite(sample: Sample, reward: SupportsFloat) -> float:
     try:
         value = float(reward)
     except (TypeError, ValueError):

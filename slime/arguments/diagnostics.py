@@ -7,7 +7,6 @@ While the namespace is resolved it has these lists of sentences: ``unchecked``, 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
@@ -46,7 +45,7 @@ def not_available(args: Args, message: str) -> None:
     args.not_available.append(message)
 
 
-def missing_flag(args: Args, name: str, message: str, stand_in: Any = None) -> None:
+def missing_flag(args: Args, name: str, message: str, stand_in: object = None) -> None:
     """Report that the flag of the attribute ``name`` must be given.
 
     All missing flags are reported together, so the rules continue with ``stand_in``. Raises ``ArgumentError`` where no

@@ -146,7 +146,11 @@ class _Collapse(argparse.Action):
     """Store one value as a scalar and several as a list."""
 
     def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, values[0] if isinstance(values, list) and len(values) == 1 else values)
 
@@ -155,7 +159,11 @@ class _Tristate(argparse.Action):
     """``--x`` stores True, ``--no-x`` False."""
 
     def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, option_string == self.option_strings[0])
 
@@ -164,7 +172,11 @@ class Append(argparse.Action):
     """Collect repeated uses into a fresh list (argparse's own extends the default)."""
 
     def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), values])
 

@@ -16,13 +16,16 @@ import types
 import typing
 from dataclasses import fields, replace
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from slime.arguments.flag import Flag
 from slime.arguments.traits import Traits
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 _TRAITS = frozenset(field.name for field in fields(Traits))
 
@@ -60,7 +63,7 @@ Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
 def flag(
-    default: Any,
+    default: object,
     description: str,
     *,
     option: str | None = None,
@@ -85,7 +88,7 @@ def flag(
     return Field(default=default, description=description, json_schema_extra=extra, **constraints)
 
 
-def _without_none(annotation: Any) -> tuple[Any, bool]:
+def _without_none(annotation: object) -> tuple[Any, bool]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         members = [a for a in typing.get_args(annotation) if a is not type(None)]
         if len(members) != 1:
@@ -94,7 +97,7 @@ def _without_none(annotation: Any) -> tuple[Any, bool]:
     return _bare(annotation), False
 
 
-def _bare(annotation: Any) -> Any:
+def _bare(annotation: object) -> Any:
     """The type below ``Annotated``."""
     return typing.get_args(annotation)[0] if typing.get_origin(annotation) is typing.Annotated else annotation
 
@@ -145,7 +148,7 @@ _BOUNDS = {
 }
 
 
-def validation_reason(detail: Any) -> str:
+def validation_reason(detail: ErrorDetails) -> str:
     """Return what was expected and what was seen, from one of pydantic's error records."""
     kind, seen = detail["type"], detail["input"]
     if kind in _BOUNDS:

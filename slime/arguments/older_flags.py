@@ -121,7 +121,7 @@ def translate(words: Sequence[str], parser: ArgumentParser) -> Translation:
     return done
 
 
-def translate_value(name: str, value: Any, parser: ArgumentParser) -> tuple[dict[str, Any], str] | None:
+def translate_value(name: str, value: object, parser: ArgumentParser) -> tuple[dict[str, Any], str] | None:
     """The attributes that an entry ``name: value`` of a file sets now, and what is said about it.
 
     None where ``name`` is no older flag. Raises ``ArgumentError`` for a wrong value and for a flag that is refused.

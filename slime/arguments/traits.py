@@ -6,10 +6,12 @@ slime's own flags declare them in ``groups``; those of Megatron, SGLang and the 
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 UNSET: Any = object()
 """No value, where None is one."""
@@ -52,7 +54,7 @@ class Needs:
     """The option without which a flag has no effect, in words, and ``or_else``, which may stand in for it."""
 
     option: str
-    or_else: Callable[[Namespace], object]
+    or_else: Callable[[Args], object]
 
 
 @dataclass(frozen=True)

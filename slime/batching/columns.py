@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsInt
 
 import numpy as np
 
@@ -220,7 +220,7 @@ class RolloutShard:
         return data
 
 
-def _moved(inputs: Any, device: torch.device | str) -> Any:
+def _moved(inputs: object, device: torch.device | str) -> Any:
     import torch
 
     if not isinstance(inputs, Mapping):
@@ -243,7 +243,7 @@ def fill_rollout_ids(rollout_ids: Sequence[int | None]) -> list[int]:
     return filled
 
 
-def _whole(rollout_id: Any, position: int) -> int:
+def _whole(rollout_id: SupportsInt, position: int) -> int:
     try:
         if (whole := int(rollout_id)) == rollout_id:
             return whole
@@ -254,5 +254,5 @@ def _whole(rollout_id: Any, position: int) -> int:
     )
 
 
-def _plain(values: Any) -> Any:
+def _plain(values: object) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values

@@ -105,7 +105,7 @@ def _pack_int32(row: Row) -> np.ndarray | None:
     return packed
 
 
-def _pack_as(code: str, dtype: Any, row: Row) -> np.ndarray | None:
+def _pack_as(code: str, dtype: type[np.generic], row: Row) -> np.ndarray | None:
     try:
         return np.frombuffer(struct.pack(f"{len(row)}{code}", *row), dtype=dtype)
     except (struct.error, OverflowError):

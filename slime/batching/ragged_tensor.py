@@ -38,7 +38,7 @@ class RaggedTensor(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self._rows)
 
-    def __getitem__(self, i: Any) -> Any:
+    def __getitem__(self, i: int | slice) -> Any:
         return self._rows[i]
 
     def take(self, positions: Sequence[int]) -> RaggedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +16,13 @@ from slime.batching.errors import TrainDataError
 from slime.models.shape import moe_layer_pattern
 from slime.utils.types import Sample
 
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
+
 logger = logging.getLogger(__name__)
 
 
-def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
+def validate_routed_experts(args: Args, samples: Sequence[Sample]) -> None:
     """Check every sample's experts: integers [len(tokens) - 1, num_layers, topk] of MoE layers that really routed.
 
     With topk > 1 distinct experts are chosen per token, so a MoE layer (by ``args.moe_layer_freq``) of zeros only was
@@ -68,7 +71,7 @@ def validate_routed_experts(args: Any, samples: Sequence[Sample]) -> None:
         )
 
 
-def compact_experts(experts: Any, num_experts: int | None) -> Any:
+def compact_experts(experts: object, num_experts: int | None) -> Any:
     """Return expert ids in the smallest type that holds them: they are the bulk of a rollout's bytes."""
     if num_experts is None:
         return experts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.batching.errors import ScheduleError
 from slime.batching.seqlen_balancing import (
@@ -18,6 +18,9 @@ from slime.batching.seqlen_balancing import (
 )
 from slime.models.flops import flops_model
 from slime.utils.declared import with_defaults
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +37,7 @@ class DpSchedule(NamedTuple):
 
 
 def build_dp_schedule(
-    args: Any,
+    args: Args,
     train_parallel_config: Mapping[str, Any],
     total_lengths: Sequence[int],
     *,
@@ -115,7 +118,7 @@ def _steps(rollout_indices: Sequence[Hashable], global_batch_size: int) -> list[
     ]
 
 
-def _weights(args: Any, lengths: list[int]) -> list[float]:
+def _weights(args: Args, lengths: list[int]) -> list[float]:
     """FLOPs per sample where something is balanced by them, else tokens (not used for decisions then)."""
     if args.balance_data or args.balance_by_flops:
         return [float(flops) for flops in flops_model(args, mtp=args.enable_mtp_training).forward(lengths)]
@@ -123,7 +126,7 @@ def _weights(args: Any, lengths: list[int]) -> list[float]:
 
 
 def _micro_batches(
-    args: Any, config: Mapping[str, Any], members: list[int], lengths: list[int], weights: list[float]
+    args: Args, config: Mapping[str, Any], members: list[int], lengths: list[int], weights: list[float]
 ) -> list[list[int]]:
     """Divide one step's samples into micro-batches (of positions) whose number all ranks can share."""
     vpp_size = config.get("vpp_size") or 1
@@ -173,7 +176,7 @@ def _fewer_than_fit(members: list[int], sizes: list[int], count: int, capacity: 
     return [[members[i] for i in micro_batch] for micro_batch in bins]
 
 
-def _share_out(args: Any, micro_batches: list[list[int]], weights: list[float], dp_size: int) -> list[list[list[int]]]:
+def _share_out(args: Args, micro_batches: list[list[int]], weights: list[float], dp_size: int) -> list[list[list[int]]]:
     """Give every rank the same number of micro-batches: strided, or with balanced FLOPs."""
     if not args.balance_data and not args.balance_by_flops:
         return [micro_batches[rank::dp_size] for rank in range(dp_size)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from slime.algorithms.estimators import estimator_of
 from slime.batching.columns import OBJECT_FIELDS, WHOLE_FIELDS, fill_rollout_ids
@@ -13,9 +13,12 @@ from slime.batching.errors import TrainDataError
 from slime.batching.validate import IDS, OFFSETS, has_entries
 from slime.utils.types import Sample
 
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
+
 
 def build_train_data(
-    args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any], rewards: Sequence[float]
+    args: Args, samples: Sequence[Sample], raw_rewards: Sequence[Any], rewards: Sequence[float]
 ) -> dict[str, list[Any]]:
     """Convert samples (n, flat) into lists of n entries under the keys every converter uses.
 
@@ -130,7 +133,7 @@ def _present(sample: Sample, field: str) -> Any:
     return value
 
 
-def finite_reward(sample: Sample, reward: Any) -> float:
+def finite_reward(sample: Sample, reward: SupportsFloat) -> float:
     """Return ``reward`` as a float. Raises TrainDataError, naming the sample, for what is no finite number."""
     try:
         value = float(reward)
@@ -144,7 +147,7 @@ def finite_reward(sample: Sample, reward: Any) -> float:
     return value
 
 
-def _raw_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any]) -> list[Any]:
+def _raw_rewards(args: Args, samples: Sequence[Sample], raw_rewards: Sequence[Any]) -> list[Any]:
     overrides = [(sample.metadata or {}).get("raw_reward") for sample in samples]
     if all(override is None for override in overrides):
         return [_plain_number(reward) for reward in raw_rewards]
@@ -154,7 +157,7 @@ def _raw_rewards(args: Any, samples: Sequence[Sample], raw_rewards: Sequence[Any
     ]
 
 
-def _plain_number(value: Any) -> Any:
+def _plain_number(value: object) -> Any:
     """Return NumPy's and torch's numbers as Python's; anything else as it is."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
@@ -222,6 +225,6 @@ def unused_ids(rollout_ids: Sequence[Hashable], used: Sequence[int]) -> list[int
     return [names.setdefault(i, lowest - 1 - len(names)) for i in rollout_ids]
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: object) -> Any:
     copy = getattr(value, "clone", None) or getattr(value, "copy", None)
     return copy() if copy is not None else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ def required_keys(data: Mapping[str, Any]) -> None:
         raise TrainDataError("train data holds no sample; the rollout produced nothing to train on")
 
 
-def has_entries(values: Any, count: int) -> bool:
+def has_entries(values: object, count: int) -> bool:
     """Return whether ``values`` is a list, an array or the like of ``count`` entries."""
     if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) == 0:
         return False
@@ -67,7 +67,7 @@ def one_entry_per_sample(fields: Mapping[str, Any], count: int) -> None:
             raise TrainDataError(f"train data field {key!r} must hold one entry per sample ({count}), got {seen}")
 
 
-def number_column(values: Any, dtype: str, field: str, name_of: Namer) -> np.ndarray:
+def number_column(values: Iterable[Any], dtype: str, field: str, name_of: Namer) -> np.ndarray:
     """Return one number per sample as an array of ``dtype``; integers must be exact, numbers finite."""
     entries = values.tolist() if hasattr(values, "tolist") else list(values)
     if None in entries:

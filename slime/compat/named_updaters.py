@@ -26,7 +26,9 @@ class _NamedUpdater(WeightUpdater):
         pause_mode = resolve_pause_mode(args, synchronous_loop=True)
         super().__init__(args, SimpleNamespace(args=args, model=list(model)), transport, pause_mode=pause_mode)
 
-    def connect_rollout_engines(self, rollout_engines: Sequence[EngineInfo], rollout_engine_lock: Any = None) -> None:
+    def connect_rollout_engines(
+        self, rollout_engines: Sequence[EngineInfo], rollout_engine_lock: object = None
+    ) -> None:
         """Open the channels to ``rollout_engines``. No lock is needed: only rank 0 controls engines."""
         self.connect(rollout_engines)
 
@@ -38,12 +40,12 @@ class _NamedUpdater(WeightUpdater):
 class UpdateWeightFromTensor(_NamedUpdater):
     """To engines on the trainer's own slots."""
 
-    def __init__(self, args: Args, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+    def __init__(self, args: Args, model: Sequence[Any], weights_getter: object = None, **described: object) -> None:
         super().__init__(args, model, TensorTransport(args))
 
 
 class UpdateWeightFromDistributed(_NamedUpdater):
     """Updates engines on separate slots."""
 
-    def __init__(self, args: Args, model: Sequence[Any], weights_getter: Any = None, **described: Any) -> None:
+    def __init__(self, args: Args, model: Sequence[Any], weights_getter: object = None, **described: object) -> None:
         super().__init__(args, model, DistributedTransport(args))

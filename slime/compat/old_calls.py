@@ -8,10 +8,14 @@ import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.utils.moved import warn_moved
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +39,7 @@ def dict_add_prefix(d: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {f"{prefix}{key}": value for key, value in d.items()}
 
 
-def ensure_dataset_list(config: Any) -> list[dict[str, Any]]:
+def ensure_dataset_list(config: object) -> list[dict[str, Any]]:
     """Return the ``datasets`` of an eval file, a list of mappings or a mapping by name, as a list with names.
 
     Raises TypeError for anything else.
@@ -79,7 +83,7 @@ async def abort_servers_until_idle(
     )
 
 
-def compute_log_probs(logits: Any, tokens: Any, process_group: Any) -> Any:
+def compute_log_probs(logits: Tensor, tokens: Tensor, process_group: ProcessGroup | None) -> Any:
     """Return log-probs [T, 1] of ``tokens`` [T] under ``logits`` [T, V_local]."""
     path, name = "slime.utils.ppo_utils", "calculate_log_probs_and_entropy"
     warn_moved(f"{path}.compute_log_probs", f"{path}.{name}(logits, tokens, group)[0]")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from slime.models.shape import LayerKind, ModelShape, model_shape
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class FlopsModel:
         return self.linear * tokens + self.quadratic * tokens * tokens
 
 
-def flops_model(args: Namespace, *, mtp: bool = False) -> FlopsModel:
+def flops_model(args: Args, *, mtp: bool = False) -> FlopsModel:
     """Return the FLOPs of the model that ``args`` describe; with ``mtp`` those of its MTP layers too.
 
     Raises ValueError when the model is not described.
@@ -32,7 +35,7 @@ def flops_model(args: Namespace, *, mtp: bool = False) -> FlopsModel:
     return flops_of_shape(model_shape(args), mtp=mtp)
 
 
-def forward_flops(args: Namespace, lengths: Sequence[int], *, mtp: bool = False) -> float:
+def forward_flops(args: Args, lengths: Sequence[int], *, mtp: bool = False) -> float:
     """Return the FLOPs of one forward pass over these sequences, on all ranks together."""
     return float(flops_model(args, mtp=mtp).forward(lengths).sum())
 

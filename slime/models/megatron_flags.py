@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelFlag:
         return [self.option, *map(plain, values)]
 
 
-def plain(value: Any) -> str:
+def plain(value: object) -> str:
     """A value as a user would type it: ``1e-6``, ``40`` for 40.0."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -316,7 +316,7 @@ def _family_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
             yield ModelFlag(group, option, False)
 
 
-def _split(words: Any) -> Iterator[tuple[str, Any]]:
+def _split(words: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     rest = list(words)
     while rest:
         option, values = rest.pop(0), []

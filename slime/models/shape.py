@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
 """A command line with these, and the size of the vocabulary, describes the model itself."""
@@ -123,7 +126,7 @@ class ModelShape:
         return len(self.kinds)
 
 
-def model_shape(args: Namespace) -> ModelShape:
+def model_shape(args: Args) -> ModelShape:
     """Return the shape of the model that a run trains: ``shape_of`` with the config of ``args.hf_checkpoint``.
 
     Raises ValueError when the model is not described.
@@ -137,7 +140,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def shape_of(args: Namespace, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
+def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
     That is which layers of Qwen3-Next and Qwen3.5 have linear attention, and the indexer of sparse attention: their
@@ -218,16 +221,16 @@ def moe_layer_pattern(frequency: int | Sequence[int], num_layers: int) -> list[i
     return [int(bool(entry)) for entry in frequency]
 
 
-def _get(args: Namespace, name: str, default: Any = None) -> Any:
+def _get(args: Namespace, name: str, default: object = None) -> Any:
     value = getattr(args, name, None)
     return default if value is None else value
 
 
-def _spec(args: Namespace) -> str:
+def _spec(args: Args) -> str:
     return " ".join(map(str, _get(args, "spec", [])))
 
 
-def _learned_positions(args: Namespace) -> int:
+def _learned_positions(args: Args) -> int:
     kind = _get(args, "position_embedding_type", "learned_absolute")
     if _get(args, "use_rotary_position_embeddings", False) or kind != "learned_absolute":
         return 0
@@ -236,7 +239,7 @@ def _learned_positions(args: Namespace) -> int:
     return int(_get(args, "max_position_embeddings") or _get(args, "seq_length") or 0)
 
 
-def _latent(args: Namespace) -> Latent:
+def _latent(args: Args) -> Latent:
     q_rank = _get(args, "q_lora_rank")
     return Latent(
         q_rank=None if q_rank is None else int(q_rank),
@@ -247,7 +250,7 @@ def _latent(args: Namespace) -> Latent:
     )
 
 
-def _experts(args: Namespace) -> Experts | None:
+def _experts(args: Args) -> Experts | None:
     number = _get(args, "num_experts") or _get(args, "num_moe_experts")
     if not number:
         return None
@@ -263,7 +266,7 @@ def _experts(args: Namespace) -> Experts | None:
 
 
 def _linear_attention(
-    args: Namespace, config: Mapping[str, Any], remarks: list[str]
+    args: Args, config: Mapping[str, Any], remarks: list[str]
 ) -> tuple[LinearAttention | None, list[bool]]:
     """Return the gated delta net and which layers have it, from the flags or else from the checkpoint's config."""
     layers = int(args.num_layers)
@@ -303,7 +306,7 @@ def _gated_delta_net(get: Callable[[str], Any]) -> LinearAttention:
     )
 
 
-def _indexer(args: Namespace, config: Mapping[str, Any], remarks: list[str]) -> Indexer | None:
+def _indexer(args: Args, config: Mapping[str, Any], remarks: list[str]) -> Indexer | None:
     heads = _get(args, "dsa_indexer_n_heads") or config.get("index_n_heads")
     dim = _get(args, "dsa_indexer_head_dim") or config.get("index_head_dim")
     if heads and dim:

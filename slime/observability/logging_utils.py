@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.best_effort import Files
 from slime.observability.tracking import Writer, get_tracker, tensorboard_dir, to_records
@@ -18,6 +17,9 @@ from slime.utils.atomic_file import open_private
 from slime.utils.declared import with_defaults
 from slime.utils.run_state import record
 from slime.utils.secrets import mask_text
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
 TRACKERS = "trackers.json"
@@ -68,7 +70,7 @@ def configure_logger(prefix: str = "", *, log_file: str | Path | None = None, le
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def init_tracking(args: argparse.Namespace, primary: bool = True) -> None:
+def init_tracking(args: Args, primary: bool = True) -> None:
     """Open the trackers that ``args`` asks for.
 
     With ``primary`` (the driver) metrics go to ``<run_dir>/metrics.jsonl`` (when ``args.run_dir`` is set),
@@ -114,7 +116,7 @@ def _trackers_of(run_dir: str | None) -> dict[str, Any]:
     return kept
 
 
-def finish_tracking(args: argparse.Namespace | None = None, *, complete: bool = True) -> None:
+def finish_tracking(args: Args | None = None, *, complete: bool = True) -> None:
     """Flush and close the trackers of this process. Safe to call without ``init_tracking``.
 
     With ``complete`` metrics that other processes of the run still hold are fetched and written before. ``args`` is
@@ -124,7 +126,7 @@ def finish_tracking(args: argparse.Namespace | None = None, *, complete: bool = 
     get_tracker().close(complete=complete)
 
 
-def log(args: argparse.Namespace | None, metrics: Mapping[str, Any], step_key: str) -> None:
+def log(args: Args | None, metrics: Mapping[str, Any], step_key: str) -> None:
     """Log ``metrics``, which hold their own step under ``step_key`` (``train/step``, ``rollout/step``, ``eval/step``).
 
     Values are numbers (0-d tensors and arrays are converted); other values reach W&B only. ``args`` is part of the

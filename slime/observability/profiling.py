@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from argparse import Namespace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.observability.timer import get_timers
 from slime.utils.atomic_file import space_left
+
+if TYPE_CHECKING:
+    import torch.profiler
+
+    from slime.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +26,7 @@ MAX_EVENTS = 1_000_000
 class Profiling:
     """The recordings of this rank for ``--use-pytorch-profiler`` and ``--record-memory-history``; none without them."""
 
-    def __init__(self, args: Namespace, *, rank: int, role: str) -> None:
+    def __init__(self, args: Args, *, rank: int, role: str) -> None:
         self._profile: TorchProfile | None = None
         self._recorder: Recorder | None = None
         self._steps_left = args.memory_snapshot_num_steps
@@ -55,7 +59,7 @@ class Profiling:
 # Traces of torch's profiler, one file per rollout and target, for TensorBoard, Perfetto or chrome://tracing
 
 
-def profile_dir(args: Namespace) -> Path:
+def profile_dir(args: Args) -> Path:
     """Return the directory of traces: ``--tensorboard-dir``, or ``profile`` below the run directory."""
     return Path(args.tensorboard_dir or Path(args.run_dir) / "profile")
 
@@ -68,7 +72,7 @@ class TorchProfile:
     at a time: within ``train_overall`` the other targets are ranges, too.
     """
 
-    def __init__(self, args: Namespace, *, rank: int, role: str) -> None:
+    def __init__(self, args: Args, *, rank: int, role: str) -> None:
         self._phases = {PHASES[target]: target for target in args.profile_target}
         self._window = range(args.profile_step_start, args.profile_step_end)
         self._directory, self._name = profile_dir(args), f"{role}_rank{rank}"
@@ -99,7 +103,7 @@ class TorchProfile:
             self._profiler = None
             self._write(part, self._phases[name])
 
-    def _write(self, profiler: Any, target: str) -> None:
+    def _write(self, profiler: torch.profiler.profile, target: str) -> None:
         path = self._directory / f"{target}_rollout{self.rollout_id}_{self._name}.pt.trace.json.gz"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +134,7 @@ class Recorder(Protocol):
     def stop(self) -> None: ...
 
 
-def recorder_of(args: Namespace, rank: int) -> Recorder:
+def recorder_of(args: Args, rank: int) -> Recorder:
     """Return the recorder that ``--memory-recorder`` names.
 
     Its file is ``<--memory-snapshot-dir>/memory_snapshot_time<seconds>_rank<rank>_<--memory-snapshot-path>``.

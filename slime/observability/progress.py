@@ -50,7 +50,7 @@ class Progress:
         """Seconds since the start."""
         return time.monotonic() - self._begin
 
-    def update(self, n: int = 1, **stats: Any) -> None:
+    def update(self, n: int = 1, **stats: object) -> None:
         """Count ``n`` more units as done and remember ``stats``."""
         self.count += n
         self.stats.update(stats)

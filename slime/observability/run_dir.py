@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -22,7 +21,7 @@ import time
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -30,6 +29,9 @@ from slime.utils.atomic_file import FULL, space_left, write_atomically
 from slime.utils.plain import plain
 from slime.utils.run_state import record
 from slime.utils.secrets import mask_words, remember
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-def prepare(args: argparse.Namespace) -> Path:
+def prepare(args: Args) -> Path:
     """Create the run directory, write configuration and versions into it, set ``args.run_dir`` and return it.
 
     ``--run-dir`` names it; without one it is ``runs/<date>-<time>-<pid>``. An existing directory is continued: metrics
@@ -60,7 +62,7 @@ def prepare(args: argparse.Namespace) -> Path:
     return path
 
 
-def _write_descriptions(args: argparse.Namespace, path: Path) -> None:
+def _write_descriptions(args: Args, path: Path) -> None:
     for name, text in (
         ("config.yaml", yaml.safe_dump(plain("", args), sort_keys=True, allow_unicode=True)),
         ("versions.json", json.dumps(versions(), indent=2) + "\n"),
@@ -80,7 +82,7 @@ def make_private(directory: Path) -> None:
     directory.mkdir(mode=0o700, exist_ok=True)
 
 
-def log_path(args: argparse.Namespace, component: str) -> Path:
+def log_path(args: Args, component: str) -> Path:
     """Return ``<run_dir>/logs/<component>.log``; the directory exists afterwards, unless the disk is full."""
     path = Path(args.run_dir) / "logs" / f"{component}.log"
     with contextlib.suppress(OSError):  # who opens it says so

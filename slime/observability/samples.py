@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.best_effort import Files
 from slime.utils.types import iter_samples
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 LIMIT = 24
 """Samples kept per rollout (and per evaluation data set)."""
@@ -22,9 +24,9 @@ _files = Files("samples")
 
 
 def write(
-    args: argparse.Namespace,
+    args: Args,
     rollout_id: int,
-    samples: Any,
+    samples: object,
     evaluation: bool = False,
     *,
     limit: int = LIMIT,
@@ -49,7 +51,7 @@ def write(
     return path
 
 
-def _datasets(samples: Any) -> Iterator[tuple[str | None, Any]]:
+def _datasets(samples: object) -> Iterator[tuple[str | None, Any]]:
     if not isinstance(samples, Mapping):
         yield None, samples
         return
@@ -57,7 +59,7 @@ def _datasets(samples: Any) -> Iterator[tuple[str | None, Any]]:
         yield str(name), value.get("samples") or [] if isinstance(value, Mapping) else value
 
 
-def to_row(sample: Any, dataset: str | None = None) -> dict[str, Any]:
+def to_row(sample: object, dataset: str | None = None) -> dict[str, Any]:
     """Return what the report shows of one sample."""
     status = getattr(sample, "status", None)
     row = {
@@ -76,7 +78,7 @@ def to_row(sample: Any, dataset: str | None = None) -> dict[str, Any]:
     return {k: v for k, v in row.items() if v is not None}
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(_jsonable(value), ensure_ascii=False)
@@ -86,7 +88,7 @@ def _text(value: Any) -> str | None:
     return text
 
 
-def _jsonable(value: Any) -> Any:
+def _jsonable(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

@@ -26,7 +26,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from slime.utils.types import Sample
+
+    Target: TypeAlias = "Sample | TraceHandle | Mapping[str, Any] | list[Any] | tuple[Any, ...] | None"
 
 logger = logging.getLogger(__name__)
 
@@ -57,19 +64,19 @@ class Span:
     attrs: dict[str, Any] = field(default_factory=dict)
     ids: list[tuple[TraceHandle, str]] = field(default_factory=list)
 
-    def update(self, attrs: Mapping[str, Any] | None = None, **more: Any) -> None:
+    def update(self, attrs: Mapping[str, Any] | None = None, **more: object) -> None:
         """Add attributes."""
         self.attrs.update(attrs or {}, **more)
 
 
-def bind_trace(sample: Any) -> TraceHandle | None:
+def bind_trace(sample: Sample) -> TraceHandle | None:
     """Give ``sample`` a trace if it has none and return its handle (None when tracing is off or impossible)."""
     with _harmless("bind_trace"):
         return _bind(sample) if _enabled() else None
     return None
 
 
-def bind_trace_carrier(sample: Any, carrier: dict[str, Any]) -> TraceHandle | None:
+def bind_trace_carrier(sample: Sample, carrier: dict[str, Any]) -> TraceHandle | None:
     """Attach an existing carrier (from another process or sample) to ``sample`` and return its handle."""
     with _harmless("bind_trace_carrier"):
         if not _is_carrier(carrier):
@@ -79,7 +86,7 @@ def bind_trace_carrier(sample: Any, carrier: dict[str, Any]) -> TraceHandle | No
     return None
 
 
-def export_trace(target: Any) -> dict[str, Any] | None:
+def export_trace(target: Target) -> dict[str, Any] | None:
     """Return a copy of the carrier of ``target`` that another process can import, with the open span as its parent."""
     with _harmless("export_trace"):
         handles = _handles(target)
@@ -101,14 +108,14 @@ def import_trace(carrier: Mapping[str, Any]) -> TraceHandle | None:
     return None
 
 
-def trace_next_attempt(target: Any) -> None:
+def trace_next_attempt(target: Target) -> None:
     """Note that the sample is generated again, as after an abort: later events carry the next attempt number."""
     with _harmless("trace_next_attempt"):
         for handle in _handles(target):
             handle.carrier["attempt"] += 1
 
 
-def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) -> None:
+def trace_event(target: Target, name: str, attrs: Mapping[str, Any] | None = None) -> None:
     """Record that something happened to ``target`` (sample, handle, carrier, or a nested list of them) just now."""
     with _harmless("trace_event"):
         for handle in _handles(target):
@@ -116,7 +123,7 @@ def trace_event(target: Any, name: str, attrs: Mapping[str, Any] | None = None) 
 
 
 @contextmanager
-def trace_span(target: Any, name: str, attrs: Mapping[str, Any] | None = None) -> Iterator[Span]:
+def trace_span(target: Target, name: str, attrs: Mapping[str, Any] | None = None) -> Iterator[Span]:
     """Record the body as span ``name`` of ``target`` (see :func:`trace_event`); spans nest within one task."""
     span = Span(name)
     token = None
@@ -169,14 +176,14 @@ def trace_function(
         if inspect.iscoroutinefunction(function):
 
             @functools.wraps(function)
-            async def async_wrapper(*args: Any, **kwargs: Any) -> Any:
+            async def async_wrapper(*args: object, **kwargs: object) -> Any:
                 with open_span(args, kwargs):
                     return await function(*args, **kwargs)
 
             return async_wrapper  # type: ignore[return-value]
 
         @functools.wraps(function)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: object, **kwargs: object) -> Any:
             with open_span(args, kwargs):
                 return function(*args, **kwargs)
 
@@ -220,11 +227,11 @@ def _enabled() -> bool:
     return os.environ.get("SLIME_TRACE", "1") != "0"
 
 
-def _is_carrier(value: Any) -> bool:
+def _is_carrier(value: object) -> bool:
     return isinstance(value, Mapping) and _CARRIER_KEYS.issubset(value)
 
 
-def _bind(sample: Any) -> TraceHandle:
+def _bind(sample: Sample) -> TraceHandle:
     carrier: Any = getattr(sample, "trace", None)
     if not _is_carrier(carrier):
         carrier = {
@@ -248,11 +255,11 @@ def _new_span_id() -> str:
     return f"{_ids.getrandbits(64):016x}"
 
 
-def _handles(target: Any) -> list[TraceHandle]:
+def _handles(target: Target) -> list[TraceHandle]:
     return _handles_of(target) if _enabled() else []
 
 
-def _handles_of(target: Any) -> list[TraceHandle]:
+def _handles_of(target: Target) -> list[TraceHandle]:
     if target is None:
         return []
     if isinstance(target, TraceHandle):
@@ -317,7 +324,9 @@ class _harmless:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         if not isinstance(error, Exception):
             return False
         what = f"{self.where}: {type(error).__name__}"

@@ -8,7 +8,6 @@ once, by one process, in the order in which the driver saw it, and a run needs n
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import numbers
@@ -17,7 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +147,7 @@ class Tracker:
             logger.warning("%s cannot write metrics, and the run continues: %s: %s", name, type(error).__name__, error)
 
 
-def rollout_step(args: argparse.Namespace, rollout_id: int) -> int:
+def rollout_step(args: Args, rollout_id: int) -> int:
     """Return the place on the ``rollout/step`` and ``eval/step`` axes: the rollout's id.
 
     With ``--wandb-always-use-train-step``: the optimizer steps that the samples of earlier rollouts were meant for.
@@ -202,12 +204,12 @@ def plain(value: Any) -> Any:
     return value
 
 
-def is_scalar(value: Any) -> bool:
+def is_scalar(value: object) -> bool:
     """Return True if ``value`` is a number that can be drawn as a curve."""
     return isinstance(value, numbers.Real)
 
 
-def tensorboard_dir(args: argparse.Namespace) -> str:
+def tensorboard_dir(args: Args) -> str:
     """Return ``$TENSORBOARD_DIR`` or ``tensorboard_log/<project>/<experiment>`` (default: a timestamp)."""
     if directory := os.environ.get("TENSORBOARD_DIR"):
         return directory

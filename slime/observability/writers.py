@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import math
@@ -11,7 +10,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.observability.best_effort import Lines
 from slime.observability.tracking import STEP_AXES, is_scalar, tensorboard_dir
@@ -20,6 +19,9 @@ from slime.utils.declared import with_defaults
 from slime.utils.misc import SingletonMeta
 from slime.utils.plain import plain
 from slime.utils.run_state import record
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +103,7 @@ class TensorBoardWriter:
             self._events.close()
 
 
-def _names(args: argparse.Namespace) -> tuple[str | None, ...]:
+def _names(args: Args) -> tuple[str | None, ...]:
     """Return the values that name the directory of event files."""
     return os.environ.get("TENSORBOARD_DIR"), args.tb_project_name, args.tb_experiment_name
 
@@ -114,14 +116,14 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
     Raises ValueError without ``--use-tensorboard``.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         args = with_defaults(args)
         if not args.use_tensorboard:
             raise ValueError("_TensorboardAdapter writes event files only with --use-tensorboard")
         self._named = _names(args)
         self._writer = TensorBoardWriter(tensorboard_dir(args))
 
-    def serves(self, args: argparse.Namespace) -> bool:
+    def serves(self, args: Args) -> bool:
         """Return True if ``args`` name the directory of this one."""
         return _names(with_defaults(args)) == self._named
 
@@ -137,7 +139,7 @@ class _TensorboardAdapter(metaclass=SingletonMeta):
 class WandbWriter:
     """Logs to Weights & Biases; ``--wandb-mode offline`` (or ``WANDB_MODE``) needs neither account nor network."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: Args) -> None:
         import wandb
 
         mode: Any = args.wandb_mode or os.environ.get("WANDB_MODE") or "online"
@@ -182,7 +184,7 @@ class WandbWriter:
         wandb.teardown()
 
 
-def wandb_config(args: argparse.Namespace) -> dict[str, Any]:
+def wandb_config(args: Args) -> dict[str, Any]:
     """Return what the W&B page shows as the configuration: all arguments (no secrets), the Slurm job, the roles'."""
     run = {k: v for k, v in vars(args).items() if k != "role_values"}
     config: dict[str, Any] = without_secrets(run)

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -17,6 +17,19 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from slime.ray.stopped import StoppedProcesses
 from slime.utils import shared_memory
 from slime.utils.structured_error import ErrorData, StructuredError, data_of, merged
+
+if TYPE_CHECKING:
+
+    class RemoteMethod(Protocol):
+        """A method of an actor: a call of it returns the reference to its result."""
+
+        def remote(self, *args: object, **kwargs: object) -> Any: ...
+
+    class RemoteActor(Protocol):
+        """The handle of an actor, which has nothing but its methods."""
+
+        def __getattr__(self, name: str) -> RemoteMethod: ...
+
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +72,7 @@ def reports_errors(method: F) -> F:
     """
 
     @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         try:
             return method(*args, **kwargs)
         except (RemoteFailure, EngineDied):
@@ -212,7 +225,7 @@ def wait_all(
 
 
 def wait_one(
-    ref: Any,
+    ref: object,
     peer: Peer,
     what: str,
     deadline_s: float,
@@ -264,7 +277,7 @@ def _wait_for_one(pending: list[Any], watched: list[Any], timeout_s: float) -> l
 
 
 def _cause(
-    error: Exception, failed: Any, refs: Sequence[Any], peers: Sequence[Peer], what: str, watched: Sequence[Any]
+    error: Exception, failed: object, refs: Sequence[Any], peers: Sequence[Peer], what: str, watched: Sequence[Any]
 ) -> Exception:
     """Return the failure to report: of those that arrive soon, the first that is not a consequence of another."""
     names = dict(zip(refs, peers, strict=True))

@@ -222,7 +222,7 @@ def footnote(run: Run) -> str:
     return note
 
 
-def embed(data: Any) -> str:
+def embed(data: object) -> str:
     """Return ``data`` as JSON that may be inside a script element, with any text in it."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":

@@ -35,7 +35,7 @@ class RolloutFnEvalOutput:
 
 
 def call_rollout_fn(
-    fn: Callable[..., Any], *args: Any, evaluation: bool, **kwargs: Any
+    fn: Callable[..., Any], *args: object, evaluation: bool, **kwargs: object
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Call a (coroutine) function that makes rollouts; wrap what older ones return: a list of groups, or a dict.
 
@@ -58,7 +58,7 @@ def call_rollout_fn(
     return output
 
 
-def _check_groups(fn: Callable[..., Any], groups: Any) -> None:
+def _check_groups(fn: Callable[..., Any], groups: object) -> None:
     if not isinstance(groups, (list, tuple)):
         raise TypeError(f"{describe(fn)} returned {type(groups).__name__} as its samples; expected a list of groups")
     for number, group in enumerate(groups):
@@ -70,7 +70,7 @@ def _check_groups(fn: Callable[..., Any], groups: Any) -> None:
             )
 
 
-def _check_results(fn: Callable[..., Any], data: Any) -> None:
+def _check_results(fn: Callable[..., Any], data: object) -> None:
     expected = '{data set: {"rewards": [...], "truncated": [...], "samples": [...]}}'
     if not isinstance(data, Mapping):
         raise TypeError(f"{describe(fn)} returned {type(data).__name__} as its evaluation data; expected {expected}")
@@ -80,7 +80,7 @@ def _check_results(fn: Callable[..., Any], data: Any) -> None:
             raise TypeError(f"{describe(fn)} returned {seen} for evaluation data set {name!r}; expected {expected}")
 
 
-def check_sibling_rollout_ids(nested: Any, depth: int = 0) -> None:
+def check_sibling_rollout_ids(nested: object, depth: int = 0) -> None:
     """Assert that siblings of one trajectory share a rollout id.
 
     A list of samples nested two or more levels deep, with more than one sample, must have equal ``rollout_id``s that

@@ -83,7 +83,7 @@ class RolloutDataSource(DataSource):
     unconsumed: Unconsumed | None = None
     """Set for rollout functions that work on groups across rollouts: returns the groups drawn and not consumed yet."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         source = super().__new__(cls)
         given: Any = args[0] if args else kwargs.get("args")
         source._begin(given)
@@ -449,7 +449,7 @@ def draw_groups(args: Args, get_samples: Callable[[int], Any], count: int) -> li
     return list(groups)
 
 
-def hand_back(data_source: Any, groups: list[list[Sample]]) -> None:
+def hand_back(data_source: DataSource, groups: list[list[Sample]]) -> None:
     """Return groups that a rollout drew and did not use to ``data_source``."""
     if not groups:
         return

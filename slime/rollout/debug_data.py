@@ -124,11 +124,11 @@ def _plain_value(value: Any) -> Any:
     raise TypeError(f"a {type(value).__module__}.{type(value).__qualname__} is no plain value")
 
 
-def _plain_key(key: Any) -> Any:
+def _plain_key(key: object) -> Any:
     return tuple(map(_plain_key, key)) if isinstance(key, tuple) else _plain_value(key)
 
 
-def _restore(value: Any) -> Any:
+def _restore(value: object) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_IMAGE}:
             from slime.utils.processing_utils import _open_image

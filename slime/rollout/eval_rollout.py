@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.arguments.files.eval_config import own_path
@@ -20,6 +20,10 @@ from slime.utils.data import Dataset
 from slime.utils.sampling import sampling_seed
 from slime.utils.types import Sample, iter_samples
 
+if TYPE_CHECKING:
+    from slime.arguments.files.eval_config import EvalDatasetConfig
+    from slime.rollout.requests.generate_state import RequestState
+
 logger = logging.getLogger(__name__)
 
 SAMPLES_NAMED = 8
@@ -28,7 +32,7 @@ EVAL_PROMPT_DATASET: dict[Any, Dataset] = {}
 """Loaded data sets, for the life of the process."""
 
 
-def _load_dataset(args: Args, config: Any, state: Any) -> Dataset:
+def _load_dataset(args: Args, config: Any, state: RequestState) -> Dataset:
     load = partial(
         Dataset,
         config.path,
@@ -49,19 +53,19 @@ def _load_dataset(args: Args, config: Any, state: Any) -> Dataset:
     return EVAL_PROMPT_DATASET[key]
 
 
-def _generate_path(args: Args, config: Any) -> str | None:
+def _generate_path(args: Args, config: EvalDatasetConfig) -> str | None:
     own = own_path(config, "custom_generate_function_path")
     path: str | None = args.custom_generate_function_path if own is None else own
     return path
 
 
-def _setting(config: Any, name: str, of_run: Any) -> Any:
+def _setting(config: EvalDatasetConfig, name: str, of_run: object) -> Any:
     """Return the setting of a data set, else that of the run, unless the data set switches that off."""
     value = getattr(config, name, None)
     return of_run if value is None and name not in getattr(config, "switched_off", ()) else value
 
 
-def eval_sampling_params(args: Args, config: Any) -> dict[str, Any]:
+def eval_sampling_params(args: Args, config: EvalDatasetConfig) -> dict[str, Any]:
     """Return the engines' sampling parameters for a data set."""
     params: dict[str, Any] = {
         "temperature": config.temperature,
@@ -96,7 +100,11 @@ def _make_samples(config: Any, dataset: Dataset) -> list[tuple[int, Sample]]:
 
 
 async def eval_single_dataset(
-    args: Args, rollout_id: int, config: Any, state: Any, generate_and_rm: Callable[..., Awaitable[Any]]
+    args: Args,
+    rollout_id: int,
+    config: EvalDatasetConfig,
+    state: RequestState,
+    generate_and_rm: Callable[..., Awaitable[Any]],
 ) -> dict[str, dict[str, list[Any]]]:
     """Generate and score every sample of a data set through ``generate_and_rm``; ``state`` is the GenerateState.
 
@@ -156,7 +164,7 @@ async def eval_single_dataset(
     }
 
 
-def _one_trajectory(index: int | None, result: Any) -> list[Sample]:
+def _one_trajectory(index: int | None, result: Sample | list[Any]) -> list[Sample]:
     """Return what became of the sample ``index``, flat: where it is several samples, they share a trajectory."""
     samples = list(iter_samples(result))
     for sample in samples:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from slime.arguments.args import Args
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
@@ -20,7 +19,7 @@ DATASET_NAME = "forge_eval"
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: object, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Return the dump at ``args.load_forge_rollout_data``, a path or a template with ``{rollout_id}``.
 

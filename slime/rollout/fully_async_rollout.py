@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.rollout import sglang_rollout
@@ -39,6 +39,10 @@ from slime.utils.declared import with_defaults
 from slime.utils.moved import also_named
 from slime.utils.types import iter_samples
 
+if TYPE_CHECKING:
+    from slime.rollout.data_source import DataSource
+    from slime.rollout.rm_hub.errors import RewardErrors
+
 __all__ = ["AsyncRolloutWorker", "generate_rollout_fully_async", "get_global_worker", "stop_global_worker"]
 
 logger = logging.getLogger(__name__)
@@ -62,7 +66,7 @@ class AsyncRolloutWorker(GroupStream):
     generates_copies = True
     """The samples that the data source saves must not change while they are written."""
 
-    def __init__(self, args: Args, data_buffer: Any, concurrency: int | None = None) -> None:
+    def __init__(self, args: Args, data_buffer: DataSource, concurrency: int | None = None) -> None:
         args = with_defaults(args)
         super().__init__(args, sglang_rollout.generate_job, find_hook(args, "dynamic_sampling_filter_path"))
         self.data_source = data_buffer
@@ -79,7 +83,7 @@ class AsyncRolloutWorker(GroupStream):
 
     # Start and stop
 
-    def serves(self, args: Args, data_source: Any) -> bool:
+    def serves(self, args: Args, data_source: DataSource) -> bool:
         """Return True if it is the worker for these: the same data source, and arguments of the same values."""
         return self.data_source is data_source and (args is self.args or vars(args) == vars(self.args))
 
@@ -187,7 +191,7 @@ class AsyncRolloutWorker(GroupStream):
         self._room.set()
         return RolloutFnTrainOutput(samples=data, metrics=metrics)
 
-    def _metrics(self, reward_errors: Any) -> dict[str, Any]:
+    def _metrics(self, reward_errors: RewardErrors) -> dict[str, Any]:
         """Return the metrics since the last call."""
         counts = {"fully_async/aborted_groups": self.aborted, **self.counts}
         metrics = {
@@ -363,7 +367,7 @@ _worker: AsyncRolloutWorker | None = None
 _worker_lock = threading.Lock()
 
 
-def get_global_worker(args: Args, data_source: Any) -> AsyncRolloutWorker:
+def get_global_worker(args: Args, data_source: DataSource) -> AsyncRolloutWorker:
     """Return the process's worker for ``data_source``; one for another data source or arguments is stopped first."""
     global _worker
     args = with_defaults(args)
@@ -396,7 +400,7 @@ def unconsumed_groups() -> list[Group]:
 
 @also_named(data_buffer="data_source")
 def generate_rollout_fully_async(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """A ``--rollout-function-path`` that blocks only until enough groups are ready; generation continues afterwards."""
     args = with_defaults(args)

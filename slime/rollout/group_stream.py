@@ -13,7 +13,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.observability.progress import progress_bar
@@ -50,6 +50,10 @@ from slime.rollout.staleness import (
 )
 from slime.servers.http_utils import get_http_client
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.filter_hub.base_types import DynamicFilterOutput
+    from slime.rollout.requests.generate_state import RolloutState
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +325,7 @@ class GroupStream(HeldGroups):
         """Note which training step made the tokens; ``step`` is that of the weights at the start."""
         stamp_steps(group, self.clock, step)
 
-    def _finished(self, job: GroupJob, verdict: Any) -> None:
+    def _finished(self, job: GroupJob, verdict: DynamicFilterOutput) -> None:
         on_the_way = self.ahead + 1 + len(self.waiting)
         if should_drop_dynamic_filter_output(
             verdict, remaining_batch_size=on_the_way, target_data_size=self.args.rollout_batch_size
@@ -357,7 +361,7 @@ class GroupStream(HeldGroups):
         """Remember the first failure that stops the run."""
         self.failure = self.failure or error
 
-    def _is_too_old(self, samples: Any) -> bool:
+    def _is_too_old(self, samples: Sample | Group) -> bool:
         return self.bound.is_too_old(oldest_step(samples, self.clock, None), self.rollout_id)
 
     def _count_regenerated(self, tokens: int) -> None:
@@ -376,7 +380,7 @@ class RolloutStream(GroupStream):
         self,
         args: Args,
         rollout_id: int,
-        state: Any,
+        state: RolloutState,
         get_samples: Callable[[int], list[Group]],
         generate: Generate,
         dynamic_filter: Callable[..., Any] | None,
@@ -509,7 +513,7 @@ class RolloutStream(GroupStream):
         }
 
 
-async def stop_in_flight(args: Args, rollout_id: int, state: Any, router_urls: list[str]) -> list[Group]:
+async def stop_in_flight(args: Args, rollout_id: int, state: RolloutState, router_urls: list[str]) -> list[Group]:
     """Abort what the engines are generating and return the groups in flight, in order, to be handed back.
 
     With ``partial_rollout`` that is what has been generated of them; rewards are left pending, and the
@@ -555,7 +559,11 @@ def _to_resume(task: asyncio.Task[Any], job: GroupJob, rollout_id: int) -> Group
 
 
 async def run_rollout_hooks(
-    args: Args, accepted: list[Group], seen: list[Group], get_samples: Any, load: Callable[[str], Any] | None = None
+    args: Args,
+    accepted: list[Group],
+    seen: list[Group],
+    get_samples: Callable[[int], list[Group]],
+    load: Callable[[str], Any] | None = None,
 ) -> list[Group]:
     """Run the hooks of a whole rollout; return the accepted groups in order, as the sample filter leaves them.
 

@@ -35,7 +35,7 @@ _OF_A_PROMPT = (
 )
 
 
-def first_index(group: Any) -> int:
+def first_index(group: Sample | Group) -> int:
     """Return the index of a group's first sample (-1 when it has none)."""
     first = next(iter_samples(group), None)
     return -1 if first is None or first.index is None else first.index
@@ -47,7 +47,7 @@ def first_group_index(group: Group) -> int:
     return -1 if first is None or first.group_index is None else first.group_index
 
 
-def has_aborted(group: Any) -> bool:
+def has_aborted(group: Sample | Group) -> bool:
     """True when a sample was aborted."""
     return any(sample.status == Sample.Status.ABORTED for sample in iter_samples(group))
 
@@ -66,7 +66,7 @@ def is_complete(group: Group) -> bool:
 # Copies that later generation does not change, much cheaper than copy.deepcopy
 
 
-def copy_group(group: Any) -> Any:
+def copy_group(group: Sample | Group) -> Any:
     """Return a copy of a (nested) list of samples; tensors, arrays and images are shared with the original."""
     return [copy_group(item) for item in group] if isinstance(group, list) else copy_sample(group)
 
@@ -103,7 +103,7 @@ def copy_prompt(sample: Sample) -> Sample:
     return new
 
 
-def _shallow(value: Any) -> Any:
+def _shallow(value: object) -> Any:
     """``copy.copy`` of an object that is all in its dictionary, several times faster."""
     new = object.__new__(type(value))
     new.__dict__.update(value.__dict__)
@@ -162,7 +162,7 @@ def reset_items(group: Group, is_too_old: Callable[[Any], bool]) -> int:
     return lost
 
 
-def note_prompt(result: Any, prompt: Any) -> None:
+def note_prompt(result: Sample | Group, prompt: Sample) -> None:
     """Keep what the first sample of a fan-out, a new object, lacks of ``prompt``: the fan-out may be reset to it."""
     first = next(iter_samples(result), prompt)
     if first is prompt or not isinstance(result, list) or result is prompt:  # a fan-out that was returned, the last
@@ -177,7 +177,7 @@ def note_prompt(result: Any, prompt: Any) -> None:
         first.__dict__["of_prompt"] = lacks
 
 
-def prompt_of(item: Any) -> Any:
+def prompt_of(item: Sample | Group) -> Any:
     """Return a sample without its response; of a fan-out the first one replaces the one that it was made of."""
     sample = without_response(next(iter_samples(item)))
     if not isinstance(item, list):

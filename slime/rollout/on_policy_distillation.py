@@ -26,7 +26,7 @@ _last_ids: dict[str, int] = {}
 """Address of a teacher -> the last id of its vocabulary, once it has been met."""
 
 
-async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: Any) -> Any:
+async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: object) -> Any:
     """Return the teacher's whole reply, with the log-probs of every token of ``sample``; for a list, one each.
 
     The teacher must have the student's tokenizer. ``--rollout-request-timeout`` bounds a reward as a whole: a third of
@@ -58,7 +58,7 @@ async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: Any) 
     return reply
 
 
-async def _name_last_id(url: str, sample: Sample, reply: Any, timeout: float) -> None:
+async def _name_last_id(url: str, sample: Sample, reply: object, timeout: float) -> None:
     """Write the last id of the teacher's vocabulary into ``reply`` where SGLang reports 0 in its place.
 
     It does so for ids beyond the vocabulary as well, with the last one's log-prob. Which of them it is the server knows
@@ -83,7 +83,7 @@ async def _name_last_id(url: str, sample: Sample, reply: Any, timeout: float) ->
             entry[1] = last
 
 
-def post_process_rewards(args: Args, samples: Sequence[Sample], **kwargs: Any) -> tuple[list[float], list[float]]:
+def post_process_rewards(args: Args, samples: Sequence[Sample], **kwargs: object) -> tuple[list[float], list[float]]:
     """Set ``teacher_log_probs`` (response_length floats) of all samples; return (raw rewards, rewards), all 0.0.
 
     A sample whose reward failed, which is left out of the loss, gets zeros. Raises ValueError naming the sample for a
@@ -98,7 +98,7 @@ def post_process_rewards(args: Args, samples: Sequence[Sample], **kwargs: Any) -
     return [0.0] * len(samples), [0.0] * len(samples)
 
 
-def teacher_log_probs(sample: Sample, reply: Any) -> list[float]:
+def teacher_log_probs(sample: Sample, reply: object) -> list[float]:
     """Return the log-probs of the response tokens (response_length floats) of a teacher's ``reply``.
 
     ``meta_info.input_token_logprobs`` has ``[log-prob, token id, ...]`` for every token of prompt and response; nothing
@@ -126,7 +126,7 @@ def _response(sample: Sample) -> list[int]:
     return list(sample.tokens)[len(sample.tokens) - sample.response_length :]
 
 
-def _response_entries(sample: Sample, reply: Any) -> list[Any]:
+def _response_entries(sample: Sample, reply: object) -> list[Any]:
     """Return what ``reply`` has of each response token, ``[log-prob, token id, ...]``."""
     meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, Mapping) else None

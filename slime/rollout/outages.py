@@ -56,7 +56,7 @@ def with_users_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" + (f", at {where}" if where else "")
 
 
-def service_of(group: Any, default: str) -> str:
+def service_of(group: Sample | list[Any], default: str) -> str:
     """Return what generates ``group``: its environment, its generate function, or ``default``."""
     sample = next(iter_samples(group), None)
     if sample is None:
@@ -158,12 +158,12 @@ class AwaitedService(Service):
 # Prompts that are given up
 
 
-def failed_attempts(group: Any) -> int:
+def failed_attempts(group: Sample | list[Any]) -> int:
     """Return how many attempts of a group have counted against it."""
     return max((int((sample.metadata or {}).get(ATTEMPTS, 0)) for sample in iter_samples(group)), default=0)
 
 
-def count_attempt(group: Any) -> int:
+def count_attempt(group: Sample | list[Any]) -> int:
     """Note one more failed attempt in the metadata of a group's samples; return their number."""
     attempts = 1 + failed_attempts(group)
     for sample in iter_samples(group):

@@ -20,7 +20,7 @@ def set_current_rollout_id(rollout_id: int | None) -> None:
 
 
 async def apply_rollout_sample_hooks(
-    args: Args, value: Any, *, rollout_id: int | None = None, evaluation: bool = False, **offered: Any
+    args: Args, value: Sample | list[Any], *, rollout_id: int | None = None, evaluation: bool = False, **offered: object
 ) -> Any:
     """Run the hooks as ``apply_sample_hooks`` does; without a ``rollout_id`` it is that of the rollout in progress.
 
@@ -32,7 +32,12 @@ async def apply_rollout_sample_hooks(
 
 
 async def apply_sample_hooks(
-    args: Args, samples: Any, *, rollout_id: int | None = None, evaluation: bool = False, **offered: Any
+    args: Args,
+    samples: Sample | list[Any],
+    *,
+    rollout_id: int | None = None,
+    evaluation: bool = False,
+    **offered: object,
 ) -> Any:
     """Run every hook, in flag order, on each sample of the nested list ``samples``; return the same nesting.
 
@@ -47,7 +52,7 @@ async def apply_sample_hooks(
     return samples
 
 
-async def _apply(hook: Hook, args: Args, samples: Any, offered: dict[str, Any]) -> Any:
+async def _apply(hook: Hook, args: Args, samples: Sample | list[Any], offered: dict[str, Any]) -> Any:
     if isinstance(samples, (list, tuple)):
         return [await _apply(hook, args, sample, offered) for sample in samples]
     result = await hook.awaited(args, samples, **hook.accepted(**offered))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.rollout import sglang_rollout
@@ -17,6 +17,9 @@ from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_tokenizer
 from slime.utils.prompt_files import read_rows
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.data_source import DataSource
 
 __all__ = ["generate_rollout"]
 
@@ -31,7 +34,7 @@ def mask_generator(checkpoint: str, loss_mask_type: str, trust_remote_code: bool
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """Return ``rollout_batch_size`` conversations as samples: ids, loss mask, reward 0, one sample per prompt.
 

@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace_span
@@ -44,6 +44,10 @@ from slime.utils.moved import also_named
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.sampling import sampling_seed
 from slime.utils.types import Sample, iter_samples
+
+if TYPE_CHECKING:
+    from slime.arguments.files.eval_config import EvalDatasetConfig
+    from slime.rollout.data_source import DataSource
 
 __all__ = [
     "GenerateState",
@@ -134,7 +138,7 @@ def get_model_url(args: Args, model_name: str, endpoint: str = "/generate") -> s
 
 @also_named(data_buffer="data_source")
 def generate_rollout(
-    args: Args, rollout_id: int, data_source: Any, evaluation: bool = False
+    args: Args, rollout_id: int, data_source: DataSource, evaluation: bool = False
 ) -> RolloutFnTrainOutput | RolloutFnEvalOutput:
     """The default ``--rollout-function-path``: blocks until the rollout (or the evaluation) is complete."""
     args = with_defaults(args)
@@ -238,7 +242,7 @@ async def generate_and_rm_group(
     return group
 
 
-def _sampling_seed(args: Args, state: Any, sample: Any, number: int) -> int:
+def _sampling_seed(args: Args, state: object, sample: Sample | list[Any], number: int) -> int:
     """Return the seed of a group's sample: groups are numbered over the whole run, so no draw of a prompt has another
     one's, and a run that is resumed continues. Those without a number have the rollout's, and their own index."""
     first = next(iter_samples(sample))
@@ -306,7 +310,7 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     return sample
 
 
-async def _score(args: Args, state: Any, result: Sample | list[Any], evaluation: bool) -> None:
+async def _score(args: Args, state: object, result: Sample | list[Any], evaluation: bool) -> None:
     """Set the rewards that ``result`` lacks: of one sample, of the list it became, or with ``group_rm`` of a group.
 
     Rewards of training samples may be left pending when the rollout ends: the next one that gets the samples waits.
@@ -353,7 +357,9 @@ async def eval_rollout(args: Args, rollout_id: int) -> tuple[RolloutFnEvalOutput
     return RolloutFnEvalOutput(data=data, metrics=state.eval_reward_errors.metrics("eval/")), []
 
 
-async def eval_rollout_single_dataset(args: Args, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, list[Any]]]:
+async def eval_rollout_single_dataset(
+    args: Args, rollout_id: int, dataset_cfg: EvalDatasetConfig
+) -> dict[str, dict[str, list[Any]]]:
     """Return ``{name: {"rewards", "truncated", "samples"}}`` of one data set, in prompt order."""
     args = with_defaults(args)
     return await eval_single_dataset(args, rollout_id, dataset_cfg, GenerateState(args), generate_and_rm)
@@ -424,11 +430,11 @@ def _hook_of(fn: Callable[..., Any]) -> Hook:
     return Hook("the generate function", getattr(fn, "__qualname__", ""), fn)
 
 
-def _replaced(result: Any, old: Any, new: Any) -> Any:
+def _replaced(result: object, old: object, new: object) -> Any:
     if isinstance(result, (list, tuple)):
         return [_replaced(item, old, new) for item in result]
     return new if result is old else result
 
 
-def _as_lists(result: Any) -> Any:
+def _as_lists(result: object) -> Any:
     return [_as_lists(item) for item in result] if isinstance(result, (list, tuple)) else result

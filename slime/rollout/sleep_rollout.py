@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from slime.arguments.args import Args
 from slime.utils.moved import also_named
@@ -17,7 +17,7 @@ LOG_INTERVAL_S = 3600.0
 
 
 @also_named(data_buffer="data_source")
-def sleep(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> NoReturn:
+def sleep(args: Args, rollout_id: int, data_source: object, evaluation: bool = False) -> NoReturn:
     """Never return; say so every hour."""
     began = time.monotonic()
     while True:

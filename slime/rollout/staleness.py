@@ -43,12 +43,12 @@ class WeightClock:
         for listener in listeners:
             listener()
 
-    def step_of(self, version: Any) -> int | None:
+    def step_of(self, version: object) -> int | None:
         """Return the step of ``version``, None for one that was not published."""
         with self._lock:
             return self._steps.get(str(version))
 
-    def least_step_of(self, version: Any) -> int | None:
+    def least_step_of(self, version: object) -> int | None:
         """Return the step of ``version``, or the least it can have when it is not known; None before the first push.
 
         Engines hold a higher version a moment before the driver reports it: it is at least as new as the newest. Any
@@ -112,7 +112,7 @@ class StalenessBound:
         return self.is_too_old(step, rollout_id + 1)
 
 
-def stamp_steps(samples: Any, clock: WeightClock, since: int | None = None) -> None:
+def stamp_steps(samples: Sample | list[Any], clock: WeightClock, since: int | None = None) -> None:
     """Write the step of each version into the spans of nested samples: version numbers mean nothing after a restart.
 
     ``since`` is the step of the engines' weights when the generation began. It is the step of spans that may hold older
@@ -146,7 +146,7 @@ def _unclaimed(sample: Sample, spans: list[dict[str, Any]], since: int) -> Itera
             yield {"version": None, "start": start, "end": end, "step": since}
 
 
-def with_all_steps(group: Any, clock: WeightClock) -> Any:
+def with_all_steps(group: Sample | list[Any], clock: WeightClock) -> Any:
     """Return a (nested) group, or a copy of it, whose spans all have a step: what may outlive this process.
 
     Spans of a version that is not known to the clock yet get the least step they can have.
@@ -158,7 +158,7 @@ def with_all_steps(group: Any, clock: WeightClock) -> Any:
     return group
 
 
-def settle_steps(samples: Any, clock: WeightClock) -> None:
+def settle_steps(samples: Sample | list[Any], clock: WeightClock) -> None:
     """Give spans without a step the least they can have, where the clock will not learn their version."""
     for sample in iter_samples(samples):
         spans = _settled(sample.weight_version_spans, clock)
@@ -190,7 +190,7 @@ def trained_steps(sample: Sample, clock: WeightClock) -> Iterator[tuple[int | No
         yield None, rest
 
 
-def oldest_step(samples: Any, clock: WeightClock, default: int | None) -> int | None:
+def oldest_step(samples: Sample | list[Any], clock: WeightClock, default: int | None) -> int | None:
     """Return the step of the oldest trained token of nested samples; ``default`` is that of tokens of unknown origin.
 
     None when nothing is known of any.
@@ -201,7 +201,7 @@ def oldest_step(samples: Any, clock: WeightClock, default: int | None) -> int | 
     return min((step for step in steps if step is not None), default=default)
 
 
-def mask_older_versions(samples: Any) -> int:
+def mask_older_versions(samples: Sample | list[Any]) -> int:
     """Leave the tokens out of the loss that are, or may be, older than the newest weights in their sample; return how
     many. For samples with stamped steps.
 

@@ -267,7 +267,7 @@ class _Listening:
             sock.close()
 
 
-def _listen(family: int, address: Any) -> socket.socket:
+def _listen(family: int, address: tuple[Any, ...] | str) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

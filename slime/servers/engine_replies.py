@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def output_tokens(reply: Any, *, with_text: bool = False) -> list[Any]:
+def output_tokens(reply: Mapping[str, Any], *, with_text: bool = False) -> list[Any]:
     """Return ``[log-prob, token id, ...]`` of each token that ``reply`` made.
 
     Raises RuntimeError naming the fields that it lacks. Only a reply that made nothing may lack the tokens: one that
@@ -33,7 +33,7 @@ def output_tokens(reply: Any, *, with_text: bool = False) -> list[Any]:
     return list(entries or ())
 
 
-def meta_of(reply: Any) -> Mapping[str, Any]:
+def meta_of(reply: object) -> Mapping[str, Any]:
     """Return the ``meta_info`` of ``reply``. Raises RuntimeError when it has none."""
     meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
     if not isinstance(meta_info, Mapping):
@@ -41,5 +41,5 @@ def meta_of(reply: Any) -> Mapping[str, Any]:
     return meta_info
 
 
-def _lacks(fields: str, reply: Any) -> RuntimeError:
+def _lacks(fields: str, reply: object) -> RuntimeError:
     return RuntimeError(f"the engine's reply has no {fields}: {str(reply)[:500]}")

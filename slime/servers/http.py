@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import requests
 
@@ -79,7 +78,9 @@ class BlockingHttp:
         """GET ``path``; raises the error class for a status from 400 up."""
         return self._call("GET", path, None, timeout, hint)
 
-    def post(self, path: str, body: Any = None, *, timeout: float | None = None, hint: str = "") -> requests.Response:
+    def post(
+        self, path: str, body: object = None, *, timeout: float | None = None, hint: str = ""
+    ) -> requests.Response:
         """POST ``body`` as JSON (``{}`` when None)."""
         return self._call("POST", path, {} if body is None else body, timeout, hint)
 
@@ -87,7 +88,7 @@ class BlockingHttp:
         """DELETE ``path``."""
         return self._call("DELETE", path, None, timeout, hint)
 
-    def _call(self, method: str, path: str, body: Any, timeout: float | None, hint: str) -> requests.Response:
+    def _call(self, method: str, path: str, body: object, timeout: float | None, hint: str) -> requests.Response:
         url = f"{self.url}{path}"
         seconds = self.timeout if timeout is None else timeout
         try:

@@ -102,7 +102,7 @@ class HttpClient:
     async def post(
         self,
         url: str,
-        payload: Any,
+        payload: Mapping[str, Any] | None,
         *,
         max_retries: int = 60,
         headers: Mapping[str, str] | None = None,
@@ -461,7 +461,7 @@ class _AttemptId:
         return self.current
 
 
-def _is_single_request(payload: Any) -> bool:
+def _is_single_request(payload: object) -> bool:
     """True for one prompt with one answer; the ids of a batch are left to its sender."""
     if not isinstance(payload, Mapping):
         return False
@@ -472,7 +472,7 @@ def _is_single_request(payload: Any) -> bool:
     return one_prompt and not isinstance(params, list) and ((params or {}).get("n") or 1) == 1
 
 
-def _encode(payload: Any) -> bytes | None:
+def _encode(payload: object) -> bytes | None:
     if payload is None:
         return None
     return orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS)

@@ -254,7 +254,7 @@ class LatestEvents:
         )  # fmt: skip
 
 
-def wrong_with(answer: Any, oldest_version: int | None = None) -> str | None:
+def wrong_with(answer: object, oldest_version: int | None = None) -> str | None:
     """Return what is wrong with the answer to a ``/generate`` request for log-probs, None when nothing is.
 
     Every token needs a finite log-prob, and the engine the weights of ``oldest_version`` at least. An answer without

@@ -83,7 +83,7 @@ def get_http_client() -> HttpClient:
 
 async def post(
     url: str,
-    payload: Any,
+    payload: Mapping[str, Any] | None,
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
     *,

@@ -9,7 +9,7 @@ _RUNNING = ("num_running_reqs", "total_running_reqs")
 _WAITING = ("num_waiting_reqs", "total_waiting_reqs")
 
 
-def num_requests_from_load(load: Any) -> int:
+def num_requests_from_load(load: object) -> int:
     """Return running plus waiting requests of a load reply.
 
     A list (one entry per data-parallel rank) is summed; ``{"loads": ...}`` is opened; otherwise the first integer of
@@ -27,7 +27,7 @@ def num_requests_from_load(load: Any) -> int:
     return (_first_int(load, _RUNNING) or 0) + (_first_int(load, _WAITING) or 0)
 
 
-def num_waiting_from_load(load: Any) -> int:
+def num_waiting_from_load(load: object) -> int:
     """Return how many requests of a load reply are waiting; 0 where it has no such field."""
     if isinstance(load, list):
         return sum(num_waiting_from_load(entry) for entry in load)

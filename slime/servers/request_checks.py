@@ -131,14 +131,14 @@ def decompressed(data: bytes, encoding: str, limit: int) -> bytes:
     raise RequestError(400, f"the body is not {encoding}, as its Content-Encoding says, or is cut off")
 
 
-def _is_deeper(value: Any, depth: int) -> bool:
+def _is_deeper(value: object, depth: int) -> bool:
     level = [value]
     for _ in range(depth + 1):
         level = [inner for outer in level for inner in _inside(outer)]
     return bool(level)
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[Any]:
     """The elements of an array and the values of an object."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 

@@ -8,13 +8,17 @@ import logging
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.utils.chat_messages import check_messages, media_messages, text_messages
 from slime.utils.prompt_files import read_file, read_rows
 from slime.utils.types import MultimodalTypes, Sample
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
+    from slime.utils.processing_utils import Processor, Tokenizer
 
 __all__ = [
     "Dataset", "build_messages", "filter_long_prompt", "get_source", "process_rollout_data", "read_file",
@@ -91,7 +95,7 @@ def _split_content(
     return parts
 
 
-def _parse_tools(value: Any, where: str) -> list[Any]:
+def _parse_tools(value: object, where: str) -> list[Any]:
     """Return a list of objects, of which any may be given as JSON text."""
     tools = _parsed(value.tolist() if isinstance(value, np.ndarray) else value, where)
     if not isinstance(tools, list):
@@ -103,7 +107,7 @@ def _parse_tools(value: Any, where: str) -> list[Any]:
     return tools
 
 
-def _parsed(value: Any, where: str) -> Any:
+def _parsed(value: object, where: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as e:
@@ -115,14 +119,14 @@ _MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".we
 _PLACEHOLDER = re.compile("<(image|video|audio)>")
 
 
-def _is_media(value: Any) -> bool:
+def _is_media(value: object) -> bool:
     """Return True if the value of a column is media: a text may name something else, such as a container's image."""
     if isinstance(value, str):
         return value.startswith(("data:", "http://", "https://")) or value.lower().endswith(_MEDIA_ENDINGS)
     return isinstance(value, list | dict | bytes) and bool(value)
 
 
-def _unread_media(row: Mapping[str, Any], prompt: Any, where: str) -> str | None:
+def _unread_media(row: Mapping[str, Any], prompt: str | Sequence[Any], where: str) -> str | None:
     """Return the column of a row that holds media of its prompt. Raises ValueError where the prompt refers to them."""
     if MEDIA_COLUMNS.isdisjoint(row):
         return None
@@ -138,7 +142,7 @@ def _unread_media(row: Mapping[str, Any], prompt: Any, where: str) -> str | None
 
 
 def filter_long_prompt(
-    origin_samples: list[Sample], tokenizer: Any, processor: Any, max_length: int | None
+    origin_samples: list[Sample], tokenizer: Tokenizer, processor: Processor | None, max_length: int | None
 ) -> list[Sample]:
     """Return the origin_samples, in order, whose prompt has at most ``max_length`` tokens.
 
@@ -166,7 +170,9 @@ def filter_long_prompt(
     return kept
 
 
-def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, limit: int) -> list[int | None]:
+def _prompt_lengths(
+    samples: list[Sample], tokenizer: Tokenizer, processor: Processor | None, limit: int
+) -> list[int | None]:
     """Return the tokens of each prompt, or what is above them and within ``limit``; None where it is not known."""
     lengths: list[int | None] = []
     counted: list[tuple[int, str]] = []
@@ -198,7 +204,7 @@ def _prompt_lengths(samples: list[Sample], tokenizer: Any, processor: Any, limit
     return lengths
 
 
-def _as_rendered(tokenizer: Any, sample: Sample) -> str:
+def _as_rendered(tokenizer: Tokenizer, sample: Sample) -> str:
     prompt: Any = sample.prompt
     check_messages(prompt, "the prompt")
     messages = text_messages(prompt, "the prompt")
@@ -214,7 +220,7 @@ def _mixed(places: Mapping[str, str], key: str) -> str:
     )
 
 
-def _media_of(messages: list[Any], processor: Any, where: str) -> dict[str, Any]:
+def _media_of(messages: list[Any], processor: Processor | None, where: str) -> dict[str, Any]:
     from slime.utils.processing_utils import process_vision_info
 
     try:
@@ -223,7 +229,9 @@ def _media_of(messages: list[Any], processor: Any, where: str) -> dict[str, Any]
         raise ValueError(f"{where}: its media cannot be read: {e}") from e
 
 
-def _rendered(tokenizer: Any, messages: Any, tools: list[Any] | None, keywords: Mapping[str, Any], where: str) -> Any:
+def _rendered(
+    tokenizer: Tokenizer, messages: object, tools: list[Any] | None, keywords: Mapping[str, Any], where: str
+) -> Any:
     try:
         return tokenizer.apply_chat_template(
             messages, tools=tools, tokenize=False, add_generation_prompt=True, **keywords
@@ -246,8 +254,8 @@ class Dataset:
     def __init__(
         self,
         path: str,
-        tokenizer: Any,
-        processor: Any,
+        tokenizer: Tokenizer,
+        processor: Processor | None,
         max_length: int | None,
         *,
         engine_max_length: int | None = None,
@@ -320,7 +328,7 @@ class Dataset:
         return len(self.samples)
 
 
-def process_rollout_data(args: Any, rollout_data_ref: Sequence[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
+def process_rollout_data(args: Args, rollout_data_ref: Sequence[Any], dp_rank: int, dp_size: int) -> dict[str, Any]:
     """Return the columns of data-parallel rank ``dp_rank``, on the CPU (see ``RolloutShard.to_rollout_data``).
 
     ``rollout_data_ref`` are the boxed references that the rollout manager's ``generate`` returns, one per rank; raises

@@ -62,7 +62,7 @@ def share_gloo_device() -> None:
     class SharedDeviceGloo(gloo):
         shares_device = True
 
-        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
             if not first:
                 super().__init__(store, rank, size, timeout=timeout)
                 first.append(self.options)
@@ -135,9 +135,9 @@ def init_process_group(
     timeout: timedelta | None = None,
     world_size: int = -1,
     rank: int = -1,
-    store: Any = None,
+    store: dist.Store | None = None,
     group_name: Any = None,
-    pg_options: Any = None,
+    pg_options: object = None,
 ) -> Any:
     """Return a new process group, as ``torch.distributed.init_process_group`` makes the default one, but beside it.
 
@@ -167,7 +167,11 @@ def init_process_group(
 
 
 def distributed_masked_whiten(
-    values: Tensor, mask: Tensor, process_group: Any = None, shift_mean: bool = True, epsilon: float = 1e-8
+    values: Tensor,
+    mask: Tensor,
+    process_group: dist.ProcessGroup | None = None,
+    shift_mean: bool = True,
+    epsilon: float = 1e-8,
 ) -> Tensor:
     """Return ``values`` [N] whitened over the masked entries of all ranks of ``process_group``, by default of all.
 

@@ -11,10 +11,13 @@ import functools
 import itertools
 import re
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.utils.chat_messages import text_messages
 from slime.utils.turn_markers import TURN_END, TURN_START, with_markers, without_markers
+
+if TYPE_CHECKING:
+    from slime.utils.processing_utils import Tokenizer
 
 Messages = list[dict[str, Any]]
 
@@ -45,7 +48,7 @@ class MultiTurnLossMaskGenerator:
     R1-Distill. A message with ``step_loss_mask`` other than 1 is not trained.
     """
 
-    def __init__(self, tokenizer: Any, tokenizer_type: str = "qwen") -> None:
+    def __init__(self, tokenizer: Tokenizer, tokenizer_type: str = "qwen") -> None:
         builders = {
             "qwen": self.gen_multi_turn_loss_mask_qwen,
             "qwen3": self.gen_multi_turn_loss_mask_qwen3,

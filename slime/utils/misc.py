@@ -84,7 +84,7 @@ class SingletonMeta(type):
 
     _instances: dict[type, Any] = {}  # noqa: RUF012  (shared by all singletons on purpose)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         found = SingletonMeta._instances.get(cls)
         if found is None or (hasattr(cls, "serves") and not found.serves(*args, **kwargs)):
             found = SingletonMeta._instances[cls] = super().__call__(*args, **kwargs)
@@ -104,7 +104,7 @@ class SingletonMeta(type):
 class Box:
     """Wraps a value so that Ray passes a reference to it on, instead of the value."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: object) -> None:
         self._inner = inner
 
     @property
@@ -200,7 +200,7 @@ def first_present(mapping: Mapping[str, Any], *names: str) -> Any:
     return next((mapping[name] for name in names if mapping.get(name) is not None), None)
 
 
-def to_int32_tensor(values: Any) -> Any:
+def to_int32_tensor(values: object) -> Any:
     """Return a torch int32 tensor; torch is imported only here, so that types stay importable without it."""
     import torch
 

@@ -11,7 +11,7 @@ from typing import Any
 from slime.utils.secrets import MASK, is_secret, mask_text
 
 
-def plain(name: str, value: Any) -> Any:
+def plain(name: str, value: object) -> Any:
     """``value``, which is called ``name``, as plain data; what has no plain form is written as its ``repr``.
 
     Secrets are masked, at every depth: by the name of a value, and by what a text holds.

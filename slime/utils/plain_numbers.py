@@ -6,7 +6,7 @@ import math
 from typing import Any, TypeGuard
 
 
-def is_integer(value: Any) -> TypeGuard[int]:
+def is_integer(value: object) -> TypeGuard[int]:
     return type(value) is int
 
 
@@ -22,7 +22,7 @@ def _fits(value: float) -> bool:
         return False
 
 
-def reward_problem(reward: Any, key: str | None = None) -> str | None:
+def reward_problem(reward: object, key: str | None = None) -> str | None:
     """Return what is wrong with ``reward``, or None for a finite number, or an object of finite numbers and texts
     that has one at least, at ``key`` where that is given."""
     if is_number(reward) or isinstance(reward, bool):

@@ -5,16 +5,33 @@ from __future__ import annotations
 import base64
 import io
 import logging
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.utils.chat_messages import media_messages
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+    class Tokenizer(Protocol):
+        """The methods of a Hugging Face tokenizer that slime calls."""
+
+        def __call__(self, text: str | Sequence[str], **options: object) -> Mapping[str, Any]: ...
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
+        def decode(self, token_ids: list[int]) -> Any: ...
+
+    class Processor(Protocol):
+        """The methods of a multimodal Hugging Face processor that slime calls."""
+
+        def __call__(self, *, text: str, **options: object) -> Mapping[str, Any]: ...
+
 
 logger = logging.getLogger(__name__)
 
 _KEPT_IN_TEXT = {"return_tensors": None, "return_token_type_ids": False}
 
 
-def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
+def load_tokenizer(name_or_path: str, **kwargs: object) -> Any:
     """Load the tokenizer of a Hugging Face checkpoint. Raises ValueError naming the path when there is none."""
     from transformers import AutoTokenizer
 
@@ -27,7 +44,7 @@ def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
         ) from e
 
 
-def load_processor(name_or_path: str, **kwargs: Any) -> Any:
+def load_processor(name_or_path: str, **kwargs: object) -> Any:
     """Load the multimodal processor of a Hugging Face checkpoint, or None for a text-only one."""
     from transformers import AutoProcessor, ProcessorMixin
 
@@ -51,7 +68,7 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
     return kwargs
 
 
-def process_vision_info(messages: list[dict[str, Any]], processor: Any) -> dict[str, Any]:
+def process_vision_info(messages: list[dict[str, Any]], processor: object) -> dict[str, Any]:
     """Collect the images and videos of chat messages as ``{"images": list | None, "videos": list | None}``.
 
     Parts may have any form that is published: ``image``, ``image_url``, ``input_image``, data URLs and so on. Raises
@@ -81,7 +98,7 @@ def _plain_images(messages: list[dict[str, Any]]) -> list[Any] | None:
     return images or None
 
 
-def _open_image(image: Any) -> Any:
+def _open_image(image: object) -> Any:
     from PIL import Image
 
     if isinstance(image, dict):  # the Hugging Face datasets form
@@ -99,7 +116,7 @@ def _open_image(image: Any) -> Any:
     return image
 
 
-def encode_image_for_rollout_engine(image: Any) -> str:
+def encode_image_for_rollout_engine(image: PIL.Image.Image) -> str:
     """Return a PIL image as ``data:image/png;base64,...``, in RGB."""
     buffer = io.BytesIO()
     (image if image.mode == "RGB" else image.convert("RGB")).save(buffer, format="PNG")

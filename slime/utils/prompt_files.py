@@ -127,7 +127,7 @@ def _read_json(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, _whole_characters(row, where)
 
 
-def _is_deep(value: Any) -> bool:
+def _is_deep(value: object) -> bool:
     """Return True if ``value`` is nested deeper than what copies and renders it by recursion can take."""
     level = [value]
     for _ in range(_DEEPEST):

@@ -15,8 +15,13 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from urllib.request import Request
+
+    from yarl import URL
 
 VARIABLE = "SLIME_SERVER_KEYS"
 """A JSON object, address -> key: servers that others started (``slime serve``) and that users' functions ask."""
@@ -107,7 +112,7 @@ def _for_aiohttp() -> None:
     from aiohttp import ClientRequest, ClientSession
 
     class KeyedRequest(ClientRequest):
-        def __init__(self, method: str, url: Any, **options: Any) -> None:  # one for each hop
+        def __init__(self, method: str, url: URL, **options: Any) -> None:  # one for each hop
             super().__init__(method, url, **options)
             header = _header(url.scheme, url.host, url.port, self.headers.get("Authorization"))
             if header is not None and options.get("proxy") is None:
@@ -149,7 +154,7 @@ def _for_urllib() -> None:
     opened = HTTPHandler.http_open
 
     @functools.wraps(opened)
-    def http_open(self: Any, request: Any) -> Any:
+    def http_open(self: Any, request: Request) -> Any:
         address = urlsplit(request.full_url)
         given = request.get_header("Authorization")
         header = _header(address.scheme, address.hostname, address.port, given)
@@ -165,7 +170,7 @@ def _for_httpx() -> None:
     import httpcore
     import httpx
 
-    def with_key(transport: Any, request: httpx.Request) -> httpx.Request:
+    def with_key(transport: httpx.HTTPTransport | httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Request:
         url = request.url
         header = _header(url.scheme, url.host, url.port, request.headers.get("Authorization"))
         if header is None or isinstance(transport._pool, httpcore.HTTPProxy | httpcore.AsyncHTTPProxy):

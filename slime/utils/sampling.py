@@ -18,7 +18,7 @@ def limited(params: Mapping[str, Any], left: int, made: int = 0) -> dict[str, An
     return found
 
 
-def sampling_seed(*parts: Any) -> int:
+def sampling_seed(*parts: object) -> int:
     """Return the seed, below 2^31, of a response that ``parts`` tell from all others: the same ones, the same seed."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1

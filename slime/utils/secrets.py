@@ -111,7 +111,7 @@ def _is_telling(value: str) -> bool:
     return len(value) >= _SHORTEST and not is_path and value.lower() not in _STAND_INS
 
 
-def _values(source: Any, inside: bool = False) -> Iterator[str]:
+def _values(source: object, inside: bool = False) -> Iterator[str]:
     if isinstance(source, Namespace):
         source = vars(source)
     if isinstance(source, Mapping):

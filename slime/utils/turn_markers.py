@@ -9,7 +9,7 @@ TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 _PRIVATE_USE = range(0xE000, 0xF900)
 
 
-def without_markers(value: Any) -> tuple[Any, dict[str, str]]:
+def without_markers(value: object) -> tuple[Any, dict[str, str]]:
     """Return ``value`` with a character in place of each marker in its texts, and which marker each one replaces.
 
     Rendered so, every marker in a conversation is the template's own.
@@ -37,7 +37,7 @@ def with_markers(written: Mapping[str, str], text: str) -> str:
     return text
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -48,7 +48,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _mapped(value: object, change: Callable[[str], str]) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from slime.utils.declared import with_defaults
 from slime.utils.misc import decode_int32_meta_array, first_present, to_int32_tensor
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 RolloutBatch = dict[str, Any]
 """Training data of one rollout, as hooks have it: column name -> list (one entry per sample) or whole-batch value."""
@@ -158,7 +161,7 @@ class Sample:
                 setattr(sample, name, value)
         return sample
 
-    def get_reward_value(self, args: Any) -> Any:
+    def get_reward_value(self, args: Args) -> Any:
         """Return the reward, or its ``args.reward_key`` entry when that flag is set."""
         args = with_defaults(args)
         if not args.reward_key:
@@ -177,7 +180,7 @@ class Sample:
 
     def append_response_tokens(
         self,
-        args: Any = None,
+        args: Args | None = None,
         *,
         tokens: Iterable[int] | None = None,
         log_probs: Iterable[float] | None = None,
@@ -218,7 +221,7 @@ class Sample:
             restore()
             raise
 
-    def update_from_meta_info(self, args: Any, meta_info: Mapping[str, Any]) -> None:
+    def update_from_meta_info(self, args: Args | None, meta_info: Mapping[str, Any]) -> None:
         """Fold a finished engine call into the counters, weight versions and status."""
         args = with_defaults(args)
         if args is not None and args.sglang_speculative_algorithm:
@@ -333,7 +336,7 @@ class Sample:
         self.rollout_top_p_token_ids = to_int32_tensor(old_ids + ids)
         self.rollout_top_p_token_offsets = to_int32_tensor(old_offsets + [old_offsets[-1] + o for o in offsets[1:]])
 
-    def _merge_routed_experts(self, args: Any, meta_info: Mapping[str, Any], added: int) -> None:
+    def _merge_routed_experts(self, args: Args | None, meta_info: Mapping[str, Any], added: int) -> None:
         """Append the rows that are not held yet, one per token that was read.
 
         A continued request is read again from its start: of tokens that are held the engine reports what it computed
@@ -392,7 +395,7 @@ _STATUS_OF_FINISH = {
 }
 
 
-def iter_samples(nested: Any) -> Iterator[Sample]:
+def iter_samples(nested: Sample | list[Any] | tuple[Any, ...]) -> Iterator[Sample]:
     """Yield the samples of an arbitrarily nested list, in order."""
     if isinstance(nested, (list, tuple)):
         for item in nested:
@@ -448,13 +451,13 @@ def _flattened(rows: Iterable[Iterable[int] | None]) -> tuple[list[int], list[in
     return flat, offsets
 
 
-def _extended(held: Any, new: list[Any]) -> list[Any]:
+def _extended(held: Iterable[Any], new: list[Any]) -> list[Any]:
     """Return ``held`` itself, extended, when it is a list; a new list in place of an array or a tensor."""
     values: list[Any] = held if isinstance(held, list) else _as_list(held)
     values += new
     return values
 
 
-def _as_list(values: Any) -> list[Any]:
+def _as_list(values: Iterable[Any]) -> list[Any]:
     """Return a new list of plain Python numbers from a list, tuple, array or tensor."""
     return values.tolist() if hasattr(values, "tolist") else list(values)

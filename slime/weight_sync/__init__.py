@@ -6,16 +6,20 @@ bucket, and ``update`` raises unless every engine answers with it.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.arguments.args import Args
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weight_sync.updater import WeightUpdater
 
+if TYPE_CHECKING:
+    from slime.servers.engine_client import PauseMode
+    from slime.weight_sync.transport import WeightSource
+
 __all__ = ["WeightSyncError", "WeightUpdater", "create_updater", "resolve_pause_mode"]
 
 
-def create_updater(args: Args, trainer: Any, *, synchronous_loop: bool) -> WeightUpdater:
+def create_updater(args: Args, trainer: WeightSource, *, synchronous_loop: bool) -> WeightUpdater:
     """Return the updater that the flags ask for; call it on every trainer rank.
 
     Args:
@@ -53,7 +57,7 @@ def create_updater(args: Args, trainer: Any, *, synchronous_loop: bool) -> Weigh
     return WeightUpdater(args, trainer, transport, pause_mode=resolve_pause_mode(args, synchronous_loop))
 
 
-def resolve_pause_mode(args: Args, synchronous_loop: bool) -> str:
+def resolve_pause_mode(args: Args, synchronous_loop: bool) -> PauseMode:
     """Return ``abort``, ``retract`` or ``in_place``.
 
     ``auto`` aborts in the synchronous loops, where a request in flight is a leftover, and retracts in the overlapped

@@ -198,7 +198,7 @@ class EngineGroup:
 class _InThread:
     """One call in a separate thread, which may never return and then ends with the process."""
 
-    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+    def __init__(self, call: Callable[..., Any], *args: object) -> None:
         self._future: Future[Any] = Future()
 
         def run() -> None:

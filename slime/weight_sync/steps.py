@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from slime.arguments.args import Args
-from slime.servers.engine_client import EngineClient
+from slime.servers.engine_client import EngineClient, PauseMode
 from slime.servers.types import EngineInfo
 from slime.weight_sync.fanout import FanOut, WeightSyncError
 
@@ -38,7 +38,7 @@ def health_check(control: FanOut, timeout: float) -> None:
     control.call("reach the server", lambda c: c.health(timeout), timeout)
 
 
-def pause_and_flush(control: FanOut, pause_mode: Any, timeout: float) -> None:
+def pause_and_flush(control: FanOut, pause_mode: PauseMode, timeout: float) -> None:
     """Stop every engine and empty its prefix cache, which was computed with the old weights."""
     control.call(f"pause ({pause_mode})", lambda c: c.pause(pause_mode), timeout)
     # In-place pauses keep the cache for the requests they hold.
@@ -73,7 +73,7 @@ def resume(control: FanOut, timeout: float) -> None:
     control.call("continue", lambda c: c.resume(), timeout)
 
 
-def load_files(args: Args, members: Sequence[Member], directory: str, version: int, *, pause_mode: str) -> None:
+def load_files(args: Args, members: Sequence[Member], directory: str, version: int, *, pause_mode: PauseMode) -> None:
     """Let every engine load the checkpoint in ``directory`` and report ``version``.
 
     With ``--update-weight-local-checkpoint-dir`` each host copies and verifies it first, while the engines generate.

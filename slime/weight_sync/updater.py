@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from slime.arguments.args import Args
-from slime.servers.engine_client import EngineClient
+from slime.servers.engine_client import EngineClient, PauseMode
 from slime.servers.types import EngineInfo
 from slime.weight_sync import steps
 from slime.weight_sync.fanout import FanOut, WeightSyncError, attempt
@@ -24,7 +24,9 @@ class WeightUpdater:
         bytes_sent: bytes this rank sent in the last push.
     """
 
-    def __init__(self, args: Args, trainer: WeightSource, transport: Transport, *, pause_mode: str | None) -> None:
+    def __init__(
+        self, args: Args, trainer: WeightSource, transport: Transport, *, pause_mode: PauseMode | None
+    ) -> None:
         self.args = args
         self.trainer = trainer
         self.transport = transport

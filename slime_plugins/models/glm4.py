@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def get_glm_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
+
+def get_glm_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage.
 
     Attention and MLP are Megatron's; ``--post-self-attn-layernorm`` and ``--post-mlp-layernorm`` put norms on their

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from slime.arguments.args import Args
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class HuggingfaceAttention(torch.nn.Module, ABC):
@@ -24,7 +29,12 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
     """
 
     def __init__(
-        self, args: Args, config: Any, layer_number: int, cp_comm_type: str = "p2p", pg_collection: Any = None
+        self,
+        args: Args,
+        config: TransformerConfig,
+        layer_number: int,
+        cp_comm_type: str = "p2p",
+        pg_collection: ProcessGroupCollection | None = None,
     ) -> None:
         super().__init__()
         from transformers import AutoConfig
@@ -37,7 +47,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         self.hf_config = AutoConfig.from_pretrained(args.hf_checkpoint, **trust).get_text_config()
 
     @abstractmethod
-    def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
+    def hf_forward(self, hidden_states: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         """Return the module's output ``[1, tokens, hidden]`` for ``hidden_states`` of that shape.
 
         The sequences of the pack lie one after the other, ``packed_seq_params.cu_seqlens_q`` says where each begins;
@@ -45,7 +55,11 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         """
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Any = None, packed_seq_params: Any = None, **_: Any
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **_: object,
     ) -> tuple[Tensor, None]:
         """Return ``(output [t, 1, hidden], None)`` for this rank's part ``[t, 1, hidden]`` of the pack."""
         if packed_seq_params is None:
@@ -54,7 +68,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         output = self.hf_forward(gathered.transpose(0, 1), packed_seq_params).transpose(0, 1)
         return self._scatter(output, packed_seq_params), None
 
-    def _gather(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
+    def _gather(self, hidden_states: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         from megatron.core import parallel_state as mpu
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
@@ -72,7 +86,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         ranks = [part.split(lengths) for part in gathered.chunk(group.size())]
         return torch.cat([undo_zigzag(parts) for parts in zip(*ranks, strict=True)])
 
-    def _scatter(self, output: Tensor, packed_seq_params: Any) -> Tensor:
+    def _scatter(self, output: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         from megatron.core import parallel_state as mpu
         from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_region
 
@@ -86,7 +100,7 @@ class HuggingfaceAttention(torch.nn.Module, ABC):
         return scatter_to_sequence_parallel_region(output) if self.config.sequence_parallel else output.contiguous()
 
     @staticmethod
-    def _local_lengths(packed_seq_params: Any, cp_size: int) -> list[int]:
+    def _local_lengths(packed_seq_params: PackedSeqParams, cp_size: int) -> list[int]:
         from slime.backends.megatron_utils.model.attention import sequence_lengths
 
         return [length // cp_size for length in sequence_lengths(packed_seq_params)]

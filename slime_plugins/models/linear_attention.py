@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slime.arguments.args import Args
 from slime_plugins.models.hf_attention import HuggingfaceAttention
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class LinearAttention(HuggingfaceAttention):
@@ -18,11 +22,13 @@ class LinearAttention(HuggingfaceAttention):
     Its recurrence runs along each sequence of the pack on its own: no state passes from one sample to the next.
     """
 
-    def __init__(self, args: Args, config: Any, layer_number: int, *, delta_net: type, **kwargs: Any) -> None:
+    def __init__(
+        self, args: Args, config: TransformerConfig, layer_number: int, *, delta_net: type, **kwargs: Any
+    ) -> None:
         super().__init__(args, config, layer_number, **kwargs)
         self.linear_attn = delta_net(self.hf_config, self.hf_layer_idx).to(config.params_dtype)
 
-    def hf_forward(self, hidden_states: Tensor, packed_seq_params: Any) -> Tensor:
+    def hf_forward(self, hidden_states: Tensor, packed_seq_params: PackedSeqParams) -> Tensor:
         """See the base class."""
         from slime.backends.megatron_utils.model.attention import sequence_lengths
 
@@ -30,7 +36,7 @@ class LinearAttention(HuggingfaceAttention):
         return torch.cat([self.linear_attn(sequence) for sequence in sequences if sequence.size(1)], dim=1)
 
 
-def hybrid_block_spec(args: Args, config: Any, vp_stage: int | None, delta_net: type) -> Any:
+def hybrid_block_spec(args: Args, config: TransformerConfig, vp_stage: int | None, delta_net: type) -> Any:
     """Return the block spec of this pipeline stage: linear attention where the checkpoint's ``layer_types`` say so.
 
     Raises ValueError when the checkpoint has another number of layers than the flags.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slime.arguments.args import Args
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
@@ -18,7 +21,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     queries and keys over these ranks.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, heads: int, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, heads: int, **_: object) -> None:
         super().__init__()
         from megatron.core import parallel_state as mpu
 
@@ -46,7 +49,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
         return normed.to(x.dtype) * weight
 
 
-def get_minimax_m2_layer_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
+def get_minimax_m2_layer_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: norms on queries and keys span all heads."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def get_qwen3_5_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
+
+def get_qwen3_5_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: gated delta nets and gated attention, dense or with experts."""
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def get_qwen3_next_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
+
+def get_qwen3_next_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: gated delta nets and gated attention, experts in every layer."""
     from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 

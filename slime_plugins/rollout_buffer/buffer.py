@@ -82,7 +82,7 @@ class RolloutBuffer:
             await self.generator.stop()
         self.generator = self._watching = None
 
-    async def write(self, item: Any) -> None:
+    async def write(self, item: dict[str, Any]) -> None:
         """Take one trajectory; see ``GroupQueue.write``. Without a rollout that was started here, groups are of one."""
         if self.queue is None:
             self.queue = GroupQueue(1, "", max_items=self.max_items)
@@ -216,7 +216,7 @@ def _refusal(status: int, message: str, headers: dict[str, str] | None = None) -
     return _answer({"success": False, "message": message}, status, headers)
 
 
-def _answer(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+def _answer(value: object, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=orjson.dumps(value), status=status, content_type="application/json", headers=headers)
 
 

@@ -7,10 +7,13 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.utils.plain_numbers import is_number
 from slime_plugins.rollout_buffer.trajectory_checks import ITEM_KEYS, ItemError, check_item, has_log_probs
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 __all__ = ["ITEM_KEYS", "BufferFull", "GroupFunctions", "GroupQueue", "ItemError"]
 
@@ -40,7 +43,7 @@ class GroupFunctions:
     get_group_data_meta_info: Callable[..., dict[str, Any]] | None = None
 
     @classmethod
-    def of_module(cls, module: Any) -> GroupFunctions:
+    def of_module(cls, module: ModuleType) -> GroupFunctions:
         """Take the functions that ``module`` defines."""
         return cls(**{name: getattr(module, name, None) for name in cls.__dataclass_fields__})
 
@@ -79,7 +82,7 @@ class GroupQueue:
         groups = [*self.open.items(), *self.ready, *(self._handed_out[1] if self._handed_out else ())]
         return sum(len(items) for _, items in groups)
 
-    def write(self, item: Any) -> None:
+    def write(self, item: Item) -> None:
         """Take one trajectory. Raises ItemError, BufferFull, and what the generator's own functions raise."""
         check_item(item, self.vocab_size, self.reward_key)
         if item["uid"] in self._uids:
@@ -177,7 +180,7 @@ class GroupQueue:
         return found
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(function: Callable[..., Any], *arguments: object) -> Any:
     """Call a generator's function with as many of the arguments as it takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.rollout.base_types import RolloutFnTrainOutput
@@ -19,6 +19,9 @@ from slime.utils.moved import also_named
 from slime.utils.network import join_address
 from slime.utils.types import Sample, iter_samples
 from slime_plugins.rollout_buffer.trajectory_checks import ItemError, check_item, has_log_probs
+
+if TYPE_CHECKING:
+    from slime.rollout.data_source import RolloutDataSourceWithBuffer
 
 __all__ = ["generate_rollout"]
 
@@ -59,7 +62,9 @@ _started: dict[str, Progress] = {}
 
 
 @also_named(data_buffer="data_source")
-def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: bool = False) -> RolloutFnTrainOutput:
+def generate_rollout(
+    args: Args, rollout_id: int, data_source: RolloutDataSourceWithBuffer, evaluation: bool = False
+) -> RolloutFnTrainOutput:
     """Return ``rollout_batch_size`` groups from the buffer at ``--rollout-buffer-url``.
 
     The first call starts the generator of ``--rollout-task-type``. Groups beyond those asked for wait in the data
@@ -83,7 +88,9 @@ def generate_rollout(args: Args, rollout_id: int, data_source: Any, evaluation: 
     return run(_generate_rollout(args, rollout_id, data_source, args.rollout_buffer_url.rstrip("/")))
 
 
-async def _generate_rollout(args: Args, rollout_id: int, data_source: Any, url: str) -> RolloutFnTrainOutput:
+async def _generate_rollout(
+    args: Args, rollout_id: int, data_source: RolloutDataSourceWithBuffer, url: str
+) -> RolloutFnTrainOutput:
     client = HttpClient(4, args.rollout_request_timeout, key_for(url))
     client.trust(url)
     wanted = args.rollout_batch_size
@@ -127,7 +134,7 @@ async def _generate_rollout(args: Args, rollout_id: int, data_source: Any, url: 
     return RolloutFnTrainOutput(samples=samples, metrics=metrics)
 
 
-async def _start(args: Args, client: HttpClient, url: str, data_source: Any) -> None:
+async def _start(args: Args, client: HttpClient, url: str, data_source: RolloutDataSourceWithBuffer) -> None:
     fetched = data_source.get_metadata().get("rollout_buffer_fetched", {})
     progress = _started.get(url, Progress())
     payload = {
@@ -159,7 +166,7 @@ async def _start(args: Args, client: HttpClient, url: str, data_source: Any) -> 
     _started[url] = progress
 
 
-def _epochs(args: Args, data_source: Any) -> int:
+def _epochs(args: Args, data_source: RolloutDataSourceWithBuffer) -> int:
     """Return how often the generator goes through the prompts: as often as the run needs them."""
     if args.num_rollout is None or not len(data_source):
         return args.num_epoch or 1
@@ -189,7 +196,12 @@ async def _fetch(args: Args, client: HttpClient, url: str, empty: int) -> tuple[
 
 
 async def _check_generator(
-    args: Args, client: HttpClient, url: str, data_source: Any, meta_info: dict[str, Any], have: int
+    args: Args,
+    client: HttpClient,
+    url: str,
+    data_source: RolloutDataSourceWithBuffer,
+    meta_info: dict[str, Any],
+    have: int,
 ) -> None:
     """Raise when nothing more is going to come. A generator that got to its end begins another epoch."""
     generator = meta_info.get("generator") or {"state": "running"}
@@ -225,7 +237,7 @@ class _Fetched:
     bad: list[str] = field(default_factory=list)
 
 
-def _groups(args: Args, items: Iterable[dict[str, Any]], data_source: Any) -> _Fetched:
+def _groups(args: Args, items: Iterable[dict[str, Any]], data_source: RolloutDataSourceWithBuffer) -> _Fetched:
     """Gather the trajectories of one item into groups of ``n_samples_per_prompt``. What is wrong costs its group."""
     size = args.n_samples_per_prompt
     by_instance: dict[str, list[dict[str, Any]]] = {}
@@ -330,7 +342,7 @@ def _sample(item: dict[str, Any], masks: MultiTurnLossMaskGenerator, group_index
     )
 
 
-def _remember(data_source: Any, rollout_id: int, found: _Fetched) -> None:
+def _remember(data_source: RolloutDataSourceWithBuffer, rollout_id: int, found: _Fetched) -> None:
     """Note, in what is saved with a checkpoint, which groups were fetched; those too that are left out."""
     metadata = data_source.get_metadata()
     fetched = dict(metadata.get("rollout_buffer_fetched", {}))

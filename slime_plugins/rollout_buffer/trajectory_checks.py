@@ -23,7 +23,7 @@ class ItemError(ValueError):
     """Written data that is no trajectory."""
 
 
-def check_item(item: Any, vocab_size: int | None = None, reward_key: str | None = None) -> None:
+def check_item(item: object, vocab_size: int | None = None, reward_key: str | None = None) -> None:
     """Raise ItemError, with the field, for what is no trajectory that can be trained on."""
     if not isinstance(item, Mapping):
         raise ItemError(f"expected an object with {', '.join(ITEM_KEYS)}, got {type(item).__name__}")
@@ -55,7 +55,7 @@ def has_log_probs(item: Mapping[str, Any]) -> bool | None:
     return any(sample.get("rollout_log_probs") is not None for sample in samples)
 
 
-def _check_messages(messages: Any, *, trained: bool) -> None:
+def _check_messages(messages: object, *, trained: bool) -> None:
     if not isinstance(messages, list) or not messages:
         raise ItemError(f"messages must be a list of chat messages with a role each, got {messages!r:.200}")
     for place, message in enumerate(messages):
@@ -74,7 +74,7 @@ def _check_messages(messages: Any, *, trained: bool) -> None:
         raise ItemError("messages must have one of the assistant's, or there is nothing to train on")
 
 
-def _are_parts(content: Any) -> bool:
+def _are_parts(content: object) -> bool:
     return (
         isinstance(content, list)
         and bool(content)
@@ -82,7 +82,7 @@ def _are_parts(content: Any) -> bool:
     )
 
 
-def _check_samples(samples: Any, failed: bool, vocab_size: int | None) -> None:
+def _check_samples(samples: object, failed: bool, vocab_size: int | None) -> None:
     if not isinstance(samples, list) or not all(isinstance(sample, Mapping) for sample in samples):
         raise ItemError(f"samples must be a list of objects, got {samples!r:.100}")
     if not samples and not failed:

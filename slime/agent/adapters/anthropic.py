@@ -125,7 +125,7 @@ def _claude_code_session(request: web.Request, body: Mapping[str, Any]) -> str |
     return sid if isinstance(sid, str) and sid and sid != user else None
 
 
-def _translate_messages(messages: Iterable[Mapping[str, Any]], system: Any = None) -> list[Message]:
+def _translate_messages(messages: Iterable[Mapping[str, Any]], system: object = None) -> list[Message]:
     """The system prompt and the messages of a request as chat messages, without ids of tool uses for templates."""
     translated: list[Message] = []
     prompt = _system_prompt(system)
@@ -144,7 +144,7 @@ def _translate_messages(messages: Iterable[Mapping[str, Any]], system: Any = Non
     return translated
 
 
-def _system_prompt(system: Any) -> str:
+def _system_prompt(system: object) -> str:
     """Its text, without Claude Code's line for billing: that one is different in every request, so that no two turns
     would begin alike."""
     if not isinstance(system, list):
@@ -157,7 +157,7 @@ def _without_billing_line(text: str) -> str:
     return text.partition("\n")[2] if text.startswith(BILLING_HEADER) else text
 
 
-def _user_messages(content: Any) -> list[Message]:
+def _user_messages(content: object) -> list[Message]:
     """Tool results become separate messages, in their place among the texts."""
     messages: list[Message] = []
     texts: list[Any] = []
@@ -174,7 +174,7 @@ def _user_messages(content: Any) -> list[Message]:
     return messages
 
 
-def _assistant_message(content: Any) -> Message:
+def _assistant_message(content: object) -> Message:
     blocks = content if isinstance(content, list) else [{"type": "text", "text": flatten_content(content)}]
     texts, thoughts, calls = [], [], []
     for block in blocks:
@@ -245,15 +245,15 @@ def _with_reminder_before(message: dict[str, Any], reminder: str) -> dict[str, A
     return {**message, "content": [*blocks[:cut], {"type": "text", "text": reminder}, *blocks[cut:]]}
 
 
-def _blocks(content: Any) -> list[Any]:
+def _blocks(content: object) -> list[Any]:
     return content if isinstance(content, list) else [content]
 
 
-def _is_tool_result(block: Any) -> bool:
+def _is_tool_result(block: object) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "tool_result"
 
 
-def _tools_to_chat_tools(tools: Any) -> list[Message] | None:
+def _tools_to_chat_tools(tools: object) -> list[Message] | None:
     """Tools as chat templates take them; those that the provider would run itself are left out."""
     if tools is None:
         return None

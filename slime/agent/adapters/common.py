@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from aiohttp import web
 
@@ -44,6 +44,9 @@ from slime.servers.auth import is_loopback
 from slime.servers.http_utils import post
 from slime.servers.request_checks import browser_guard
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "BaseAdapter",
@@ -113,7 +116,7 @@ class BaseAdapter(ProviderFormat):
     def __init__(
         self,
         *,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         sglang_url: str,
         tool_parser: str | None = None,
         reasoning_parser: str | None = None,
@@ -380,7 +383,7 @@ async def call_sglang_generate(
         await asyncio.sleep(RESUME_PAUSE_S)
 
 
-def flatten_content(content: Any) -> str:
+def flatten_content(content: object) -> str:
     """The text of a message's content: a string, or blocks of which the text ones count, one per line."""
     if content is None:
         return ""
@@ -400,7 +403,7 @@ def flatten_content(content: Any) -> str:
     return "\n".join(texts)
 
 
-def tool_call_dict(name: str, arguments: Any) -> dict[str, Any]:
+def tool_call_dict(name: str, arguments: object) -> dict[str, Any]:
     """A tool call as chat templates take it, without an id."""
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
@@ -464,7 +467,7 @@ class TextWorker:
         """The text of ``ids``, special tokens included."""
         return await self._run(self._decode, ids)
 
-    async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     def _prompt(

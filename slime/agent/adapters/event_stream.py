@@ -65,6 +65,6 @@ class EventStream:
             raise ClientGone from e
 
 
-def event(kind: str, **fields: Any) -> bytes:
+def event(kind: str, **fields: object) -> bytes:
     """An event with a name, which its data have as ``type`` too."""
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

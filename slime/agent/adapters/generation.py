@@ -60,7 +60,7 @@ class Generated:
     meta_info: Mapping[str, Any]
 
 
-def generated(reply: Any) -> Generated:
+def generated(reply: dict[str, Any]) -> Generated:
     """Take an engine's reply. Raises RuntimeError for one that lacks a field."""
     entries = output_tokens(reply)
     return Generated([entry[1] for entry in entries], [float(entry[0]) for entry in entries], reply["meta_info"])

@@ -141,7 +141,7 @@ def _assistant_message(message: Mapping[str, Any]) -> Message:
     return translated
 
 
-def _tool_call(call: Any) -> dict[str, Any]:
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise bad_request("a tool call must be an object with a function")
@@ -149,7 +149,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return ToolCall.named(called, call.get("id"))
 
 
-def _tools(tools: Any) -> list[Message] | None:
+def _tools(tools: list[Any] | None) -> list[Message] | None:
     if tools is None:
         return None
     for place, tool in enumerate(tools if isinstance(tools, list) else [tools]):

@@ -19,7 +19,7 @@ def openai_error(kind: str, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def arguments_object(arguments: Any) -> dict[str, Any]:
+def arguments_object(arguments: dict[str, Any] | str | None) -> dict[str, Any]:
     if isinstance(arguments, dict):
         return arguments
     try:

@@ -158,7 +158,7 @@ def _item_events(place: int, item: Message) -> Iterable[tuple[str, dict[str, Any
     """The events of one item of the output, by name."""
     at = {"output_index": place, "item_id": item["id"]}
 
-    def added(**empty: Any) -> tuple[str, dict[str, Any]]:
+    def added(**empty: object) -> tuple[str, dict[str, Any]]:
         begun = {**item, **empty, **({"status": "in_progress"} if "status" in item else {})}
         return "response.output_item.added", {"output_index": place, "item": begun}
 
@@ -182,7 +182,7 @@ def _item_events(place: int, item: Message) -> Iterable[tuple[str, dict[str, Any
     yield "response.output_item.done", {"output_index": place, "item": item}
 
 
-def _items(given: Any) -> list[Mapping[str, Any]]:
+def _items(given: object) -> list[Mapping[str, Any]]:
     """The items of a request; a string is a message of the user."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -261,7 +261,7 @@ def _free_form(arguments: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) and len(arguments) == 1 else json.dumps(arguments)
 
 
-def _tools(tools: Any) -> list[Message] | None:
+def _tools(tools: object) -> list[Message] | None:
     """Functions and custom tools as chat templates take them; those that the provider would run itself, and namespaces,
     are left out."""
     if tools is None:

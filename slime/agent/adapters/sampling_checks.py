@@ -28,7 +28,7 @@ def _integer(low: int, high: int) -> Check:
     return lambda value: is_integer(value) and low <= value <= high
 
 
-def _is_stop(value: Any) -> bool:
+def _is_stop(value: object) -> bool:
     if isinstance(value, str):
         return len(value) <= LONGEST_STOP
     return (
@@ -38,11 +38,11 @@ def _is_stop(value: Any) -> bool:
     )
 
 
-def _is_token_ids(value: Any) -> bool:
+def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and len(value) <= MOST_TOKEN_IDS and all(map(_integer(0, INT32), value))
 
 
-def _is_bias(value: Any) -> bool:
+def _is_bias(value: object) -> bool:
     return (
         isinstance(value, dict)
         and len(value) <= MOST_TOKEN_IDS
@@ -51,11 +51,11 @@ def _is_bias(value: Any) -> bool:
     )
 
 
-def _is_bool(value: Any) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
-def _is_grammar(value: Any) -> bool:
+def _is_grammar(value: object) -> bool:
     return isinstance(value, str) and len(value) <= LONGEST_GRAMMAR
 
 

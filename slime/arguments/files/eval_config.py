@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from argparse import Namespace
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
@@ -19,8 +18,11 @@ from slime.arguments.files.yaml_source import read as read_yaml
 from slime.arguments.group import DottedPath
 from slime.utils.declared import with_defaults
 
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
-def _listed(value: Any) -> Any:
+
+def _listed(value: object) -> Any:
     return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
 
 
@@ -251,7 +253,7 @@ DEFAULT_NAMES = frozenset(FIELD_NAMES) - {"name", "path"}
 
 
 def build_eval_dataset_configs(
-    args: Namespace,
+    args: Args,
     raw_config: list[dict[str, Any]] | dict[str, dict[str, Any]],
     defaults: dict[str, Any] | None = None,
     rm_types: Collection[str] | None = None,
@@ -282,7 +284,7 @@ def build_eval_dataset_configs(
 
 
 def _build(
-    args: Namespace, entry: dict[str, Any], defaults: dict[str, Any], rm_types: Collection[str] | None
+    args: Args, entry: dict[str, Any], defaults: dict[str, Any], rm_types: Collection[str] | None
 ) -> EvalDatasetConfig:
     if not entry.get("name"):
         raise ValueError(f"a data set has no name: {entry}")
@@ -314,13 +316,13 @@ def _has_nearer_type(entry: dict[str, Any], defaults: dict[str, Any], rm_types: 
     return rm_types is None or unboxed(str(rm_type)) in rm_types
 
 
-def own_path(dataset: Any, name: str) -> str | None:
+def own_path(dataset: object, name: str) -> str | None:
     """The data set's function of that name: "" where it switches that of the run off, None where that one holds."""
     path: str | None = getattr(dataset, name, None)
     return "" if path is None and name in getattr(dataset, "switched_off", ()) else path
 
 
-def datasets_from_args(args: Namespace, rm_types: Collection[str] | None = None) -> list[EvalDatasetConfig]:
+def datasets_from_args(args: Args, rm_types: Collection[str] | None = None) -> list[EvalDatasetConfig]:
     """The data sets of ``--eval-config``, else of ``--eval-prompt-data``, else none. Raises ``ArgumentError``."""
     if args.eval_config is not None:
         entries, defaults = read(args.eval_config)

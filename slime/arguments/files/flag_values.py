@@ -149,7 +149,7 @@ def typed(flag: Flag, document: Document, at: KeyPath) -> Any:
     return _chosen(flag, _typed_scalar(flag, value, document.text(at)))
 
 
-def _typed_list(flag: Flag, document: Document, at: KeyPath, value: Any) -> Any:
+def _typed_list(flag: Flag, document: Document, at: KeyPath, value: object) -> Any:
     if not isinstance(value, list):
         item = _chosen(flag, _typed_scalar(flag, value, document.text(at)))
         return item if flag.collapse else [item]
@@ -159,7 +159,7 @@ def _typed_list(flag: Flag, document: Document, at: KeyPath, value: Any) -> Any:
     return items[0] if flag.collapse and len(items) == 1 else items
 
 
-def _typed_scalar(flag: Flag, value: Any, text: str | None) -> Any:
+def _typed_scalar(flag: Flag, value: object, text: str | None) -> Any:
     if flag.kind == "json" and isinstance(value, dict | list):
         return value
     if flag.kind == "layout" and isinstance(value, list):
@@ -176,7 +176,7 @@ def _typed_scalar(flag: Flag, value: Any, text: str | None) -> Any:
         raise ValueError(f"expected {KIND_WORDS[flag.kind]}, got {seen(value, text)}") from None
 
 
-def _chosen(flag: Flag, value: Any) -> Any:
+def _chosen(flag: Flag, value: object) -> Any:
     if flag.choices is not None and value not in flag.choices:
         raise ValueError(f"expected one of {', '.join(map(str, flag.choices))}, got {seen(value)}")
     return value

@@ -43,7 +43,7 @@ class RoleEntry(FileModel):
 
     @field_validator("overrides", mode="before")
     @classmethod
-    def _nothing_is_empty(cls, value: Any) -> Any:
+    def _nothing_is_empty(cls, value: object) -> Any:
         return {} if value is None else value
 
 
@@ -141,7 +141,7 @@ def _flag_names() -> FlagNames:
     return FlagNames.of(all_flags())
 
 
-def _like(existing: Any, value: Any, where: str) -> Any:
+def _like(existing: object, value: object, where: str) -> Any:
     """``value`` with the type of the number it replaces: attributes of plug-ins have no flag that types them."""
     if not isinstance(value, str) or isinstance(existing, bool) or not isinstance(existing, int | float):
         return value

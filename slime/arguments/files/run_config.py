@@ -180,11 +180,11 @@ def differences(args: Args, before: Mapping[str, Any], config: RunConfig) -> lis
     return found
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one: object, other: object) -> bool:
     return one == other or repr(one) == repr(other)  # nan is not equal to itself
 
 
-def _written(name: str, value: Any, flag: Flag | None, hidden: list[str]) -> Any:
+def _written(name: str, value: object, flag: Flag | None, hidden: list[str]) -> Any:
     """``value`` as ``read`` understands it; the names of secrets are added to ``hidden``."""
     value = _without_secrets(name, name, value, hidden)
     if flag is not None and flag.kind == "json" and isinstance(value, str):
@@ -192,7 +192,7 @@ def _written(name: str, value: Any, flag: Flag | None, hidden: list[str]) -> Any
     return plain(name, value)
 
 
-def _without_secrets(name: str, place: str, value: Any, hidden: list[str]) -> Any:
+def _without_secrets(name: str, place: str, value: object, hidden: list[str]) -> Any:
     """``value`` without the entries that are secret; None, with ``place`` in ``hidden``, when all of it is."""
     if isinstance(value, Mapping) and not is_secret(name):
         left = {key: _without_secrets(str(key), f"{key} in {place}", item, hidden) for key, item in value.items()}
@@ -203,7 +203,7 @@ def _without_secrets(name: str, place: str, value: Any, hidden: list[str]) -> An
     return value
 
 
-def _is_or_holds_secret(name: str, value: Any) -> bool:
+def _is_or_holds_secret(name: str, value: object) -> bool:
     if isinstance(value, Mapping):
         return bool(value) and any(is_secret(name) or _is_or_holds_secret(str(k), v) for k, v in value.items())
     if isinstance(value, list | tuple):

@@ -6,11 +6,14 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from slime.arguments.files.yaml_source import Document, KeyPath, seen
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class FileModel(BaseModel):
@@ -22,7 +25,7 @@ class FileModel(BaseModel):
 Model = TypeVar("Model", bound=FileModel)
 
 
-def _no_switch(value: Any) -> Any:
+def _no_switch(value: object) -> Any:
     if isinstance(value, bool):
         raise ValueError("expected a number")
     return value
@@ -56,7 +59,7 @@ _EXPECTED = {
 }
 
 
-def message(detail: Any, text: str | None = None, known: Iterable[str] = ()) -> str:
+def message(detail: ErrorDetails, text: str | None = None, known: Iterable[str] = ()) -> str:
     """Return the mistake in one of pydantic's error records; ``text`` is the value as written, ``known`` the keys."""
     kind, value = detail["type"], detail["input"]
     if kind == "extra_forbidden":
@@ -79,7 +82,7 @@ def message(detail: Any, text: str | None = None, known: Iterable[str] = ()) -> 
     return f"{reason}, got {seen(value, text)}{_hint(kind, value)}"
 
 
-def _hint(kind: str, value: Any) -> str:
+def _hint(kind: str, value: object) -> str:
     if kind == "string_type" and isinstance(value, bool):
         return "; write it in quotes"
     return "; start every entry with a dash: `- `" if kind == "list_type" and isinstance(value, dict) else ""
@@ -121,7 +124,7 @@ def spellings(model: type[BaseModel], name: str) -> list[str]:
     return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else [name]
 
 
-def _inside(annotation: Any, step: str | int) -> Any:
+def _inside(annotation: object, step: str | int) -> Any:
     inner = _bare(annotation)
     if isinstance(inner, type) and issubclass(inner, BaseModel):
         names = [name for name in inner.model_fields if step in spellings(inner, name)]
@@ -130,7 +133,7 @@ def _inside(annotation: Any, step: str | int) -> Any:
     return arguments[-1] if arguments else None
 
 
-def _bare(annotation: Any) -> Any:
+def _bare(annotation: object) -> Any:
     """The type below ``Annotated`` and ``| None``."""
     if typing.get_origin(annotation) is Annotated:
         return _bare(typing.get_args(annotation)[0])

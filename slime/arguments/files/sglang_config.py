@@ -39,7 +39,7 @@ class ServerGroupConfig(FileModel):
 
     @field_validator("overrides", mode="before")
     @classmethod
-    def _underscores(cls, value: Any) -> Any:
+    def _underscores(cls, value: object) -> Any:
         if not isinstance(value, dict):
             return {} if value is None else value
         return {name.replace("-", "_") if isinstance(name, str) else name: item for name, item in value.items()}

@@ -11,9 +11,21 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.arguments.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import yaml
+
+    class Node(Protocol):
+        """A node of PyYAML's; ``id`` is ``scalar``, ``sequence`` or ``mapping``."""
+
+        id: str
+        tag: str
+        value: Any
+        start_mark: yaml.Mark
+
 
 MAX_CHARS = 16 << 20
 MAX_VALUES = 1_000_000
@@ -37,7 +49,7 @@ class Document:
     ``at`` is always the path of keys and list places that leads to a value: ``("datasets", 1, "path")``.
     """
 
-    def __init__(self, option: str, path: str, source: str, root: Any) -> None:
+    def __init__(self, option: str, path: str, source: str, root: Node) -> None:
         self.option, self.path = option, path
         self.data: dict[str, Any] = {}
         self._source, self._root = source, root
@@ -104,7 +116,7 @@ def written(at: KeyPath) -> str:
     return "".join(f"[{step}]" if type(step) is int else f".{step}" for step in at).lstrip(".")
 
 
-def seen(value: Any, text: str | None = None) -> str:
+def seen(value: object, text: str | None = None) -> str:
     """Return a value as messages show it: ``'fast'``, ``a list``, ``nothing``."""
     if value is None:
         return "nothing"
@@ -147,14 +159,14 @@ def read(path: str, option: str) -> Document:
     return document
 
 
-def _not_a_mapping(root: Any) -> str:
+def _not_a_mapping(root: Node) -> str:
     if root.id == "sequence":
         return "expected `name: value` lines, got a list"
     hint = "; a colon needs a space behind it" if re.match(r"\w+:\S", root.value) else ""
     return f"expected `name: value` lines, got the text {root.value[:40]!r}{hint}"
 
 
-def dump(data: Any) -> str:
+def dump(data: object) -> str:
     """YAML that ``read`` turns into the same values."""
     import yaml
 
@@ -184,7 +196,7 @@ def _text(path: str, option: str) -> str:
     return text
 
 
-def _children(node: Any) -> dict[str | int, tuple[Any, Any]]:
+def _children(node: Node) -> dict[str | int, tuple[Any, Any]]:
     """Key or list place -> the nodes of the key (or the item) and of the value."""
     if node.id == "sequence":
         return {place: (item, item) for place, item in enumerate(node.value)}
@@ -193,7 +205,7 @@ def _children(node: Any) -> dict[str | int, tuple[Any, Any]]:
     return {}
 
 
-def _key(node: Any) -> Any:
+def _key(node: Node) -> Any:
     """The key that a mapping has for ``node``; numbers, which are looked up by their text, stay text."""
     if node.tag.endswith(":bool"):
         return node.value.lower() in ("yes", "true", "on")
@@ -213,7 +225,7 @@ def _refuse_duplicates(document: Document) -> None:
     document.check()
 
 
-def _mappings(node: Any, at: KeyPath, inside: set[int], done: set[int]) -> Iterator[tuple[KeyPath, Any]]:
+def _mappings(node: Node, at: KeyPath, inside: set[int], done: set[int]) -> Iterator[tuple[KeyPath, Any]]:
     """Every mapping below ``node`` once, however often aliases name it. Raises ``ValueError`` for endless ones."""
     if node.id == "scalar" or id(node) in done:
         return
@@ -231,11 +243,11 @@ def _mappings(node: Any, at: KeyPath, inside: set[int], done: set[int]) -> Itera
     done.add(id(node))
 
 
-def _refuse_explosions(root: Any) -> None:
+def _refuse_explosions(root: Node) -> None:
     """Raise ``ValueError`` where aliases of aliases make more values than any file of flags has."""
     sizes: dict[int, int] = {}
 
-    def size(node: Any) -> int:
+    def size(node: Node) -> int:
         if node.id == "scalar":
             return 1
         if id(node) not in sizes:
@@ -267,7 +279,7 @@ _SYNTAX: tuple[tuple[str, bool, str], ...] = (
 )
 
 
-def _syntax_message(error: Any, text: str, where: str) -> str:
+def _syntax_message(error: yaml.MarkedYAMLError, text: str, where: str) -> str:
     words = ", ".join(part for part in (error.context, error.problem) if part)
     content = _content(error.problem_mark, text)
     if "\t" in content[: len(content) - len(content.lstrip())]:
@@ -280,7 +292,7 @@ def _syntax_message(error: Any, text: str, where: str) -> str:
     return f"{where}, line {mark.line + 1}: {said}: {_content(mark, text).strip()[:60]!r}"
 
 
-def _content(mark: Any, text: str) -> str:
+def _content(mark: yaml.Mark | None, text: str) -> str:
     lines = text.splitlines()
     return lines[mark.line] if mark is not None and mark.line < len(lines) else ""
 

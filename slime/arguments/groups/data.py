@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.group import ArgumentGroup, DottedPath, flag
 from slime.arguments.groups.rollout import GENERATE_WITH_ENGINES
 from slime.arguments.traits import Contract, Needs
 
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
-def _renders_otherwise(args: Namespace) -> bool:
+
+def _renders_otherwise(args: Args) -> bool:
     """True when a data set, the user's generate function or their rollout may render prompts."""
     own = args.custom_generate_function_path is not None or args.rollout_function_path not in GENERATE_WITH_ENGINES
     return own or any(dataset.apply_chat_template for dataset in args.eval_datasets)

@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slime.arguments.flag import Flag
+from slime.arguments.flag import Flag, Kind
 from slime.arguments.traits import Traits
 
 MODEL, OPTIMIZER, PARALLEL, RUN = "Megatron: model", "Megatron: optimizer", "Megatron: parallelism", "Megatron: run"
 
 
-def _value(option: str, default: Any, kind: Any, group: str, help: str, **more: Any) -> Flag:
+def _value(option: str, default: object, kind: Kind, group: str, help: str, **more: Any) -> Flag:
     dest = more.pop("dest", option[2:].replace("-", "_"))
     return Flag(dest, (option,), default, kind, group=group, help=help, source="megatron", **more)
 

@@ -112,7 +112,7 @@ def _documentation(cls: type) -> dict[str, str]:
     return found
 
 
-def _describe(annotation: Any) -> dict[str, Any] | None:
+def _describe(annotation: object) -> dict[str, Any] | None:
     """Return how a value of ``annotation`` is written on a command line; None if it cannot be (functions, dtypes)."""
     members = [annotation]
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -129,13 +129,13 @@ def _describe(annotation: Any) -> dict[str, Any] | None:
     return {"kind": "str"} if "str" in names else None
 
 
-def _name(annotation: Any) -> str:
+def _name(annotation: object) -> str:
     if typing.get_origin(annotation) is list:
         return f"list[{_name(typing.get_args(annotation)[0])}]"
     return getattr(annotation, "__name__", str(annotation))
 
 
-def _describe_one(annotation: Any) -> dict[str, Any] | None:
+def _describe_one(annotation: object) -> dict[str, Any] | None:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation in (bool, int, float, str):
         return {"kind": annotation.__name__}
@@ -229,7 +229,7 @@ def _kind_of_converter(convert: Callable[[str], Any]) -> str:
     return "float" if type(number) is float else "str"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     """``value`` as JSON has it: members of enumerations by name, what JSON cannot say as None."""
     if isinstance(value, enum.Enum):
         return value.name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 from slime.arguments.flag import Flag
 from slime.arguments.traits import UNSET, Traits, WithoutGpu
@@ -25,7 +24,7 @@ _EXPERTS = Traits(needs_experts=True)
 _DTYPE = Traits(dtype=True)
 
 
-def _cpu_engine(value: Any) -> Traits:
+def _cpu_engine(value: object) -> Traits:
     return Traits(without_gpu=WithoutGpu(value, given_holds=True))
 
 

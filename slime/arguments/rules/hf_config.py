@@ -225,7 +225,7 @@ def _seen(args: Args, option: str, dest: str) -> Any:
     return flag.traits.left_out if value is None and flag is not None else value
 
 
-def _difference(wanted: ModelFlag, seen: Any, family: str | None) -> str:
+def _difference(wanted: ModelFlag, seen: object, family: str | None) -> str:
     if not wanted.key:
         return f"{wanted.option} is {_shown(seen)} but for {family} it must be {_shown(wanted.value)}"
     expected = wanted.stated or ("null" if wanted.value is None else _shown(wanted.value))
@@ -233,7 +233,7 @@ def _difference(wanted: ModelFlag, seen: Any, family: str | None) -> str:
     return f"{wanted.option} {'is ' * is_word}{_shown(seen)} but {wanted.key} is {expected}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if value is None or value is False:
         return "absent"
     if value is True:

@@ -20,7 +20,7 @@ LISTENER_DEADLINE_S = 60.0
 LISTENER_POLL_S = 0.05
 
 
-def router_options(router_args: Any, fields: dict[str, Any]) -> Any:
+def router_options(router_args: type[Any], fields: dict[str, Any]) -> Any:
     """Return ``router_args(**fields)``.
 
     Raises:

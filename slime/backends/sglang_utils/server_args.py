@@ -256,7 +256,7 @@ def flag_words(record: Record, value: Any) -> list[str]:
     return [f"{flag}={_word(value, record)}"]
 
 
-def _word(value: Any, record: Record) -> str:
+def _word(value: object, record: Record) -> str:
     if isinstance(value, (dict, list)) or (record["kind"] == "json" and not isinstance(value, str)):
         return json.dumps(value)
     return str(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
@@ -13,6 +13,9 @@ from slime.arguments.placement import models_of
 from slime.arguments.rules.hf_config import read_config
 from slime.preflight.look import Findings
 from slime.weights.hf.checkpoint import HfCheckpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OTHER_FORMATS = ("*.bin", "*.gguf", "*.pth", "*.pt", "*.h5", "*.msgpack")
 TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.tiktoken", "*.model", "tokenization_*.py")
@@ -105,7 +108,7 @@ def look_at_tokenizer_files(args: Args, found: Findings) -> bool:
     return False
 
 
-def look_at_vocabulary(args: Args, tokenizer: Any, found: Findings) -> None:
+def look_at_vocabulary(args: Args, tokenizer: PreTrainedTokenizerBase, found: Findings) -> None:
     """Warn of tokens of the tokenizer that the embedding has no row for."""
     try:
         rows = read_config(args.hf_checkpoint).get("vocab_size")

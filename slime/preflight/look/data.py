@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.arguments.files.eval_config import own_path
@@ -22,6 +22,9 @@ from slime.utils.data import Dataset
 from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_files import parse_line, read_file, split_slice
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FIRST_ROWS = 64
 OTHER_ROWS = 64
@@ -175,7 +178,7 @@ def _row_problem(file: PromptFile, row: Mapping[str, Any]) -> str | None:
 
 
 def _look_at_prompts(
-    args: Args, file: PromptFile, tokenizer: Any, trust: dict[str, Any], found: Findings
+    args: Args, file: PromptFile, tokenizer: PreTrainedTokenizerBase, trust: dict[str, Any], found: Findings
 ) -> Sample | None:
     """Render the first rows as the run does and look at their lengths; return the first sample."""
     keys: list[Any] = [*file.columns.values()]
@@ -224,12 +227,14 @@ def _look_at_variety(args: Args, file: PromptFile, found: Findings) -> None:
         )
 
 
-def _ends_with_an_answer(prompt: Any) -> bool:
+def _ends_with_an_answer(prompt: object) -> bool:
     last = prompt[-1] if isinstance(prompt, (list, tuple)) and len(prompt) else None
     return isinstance(last, Mapping) and last.get("role") == "assistant"
 
 
-def _look_at_lengths(args: Args, file: PromptFile, tokenizer: Any, texts: list[str], found: Findings) -> None:
+def _look_at_lengths(
+    args: Args, file: PromptFile, tokenizer: PreTrainedTokenizerBase, texts: list[str], found: Findings
+) -> None:
     lengths = [len(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     if 0 in lengths and not file.optional:
         found.warnings.append(f"{file} row {lengths.index(0)}: the prompt is empty")
@@ -251,7 +256,7 @@ def _look_at_lengths(args: Args, file: PromptFile, tokenizer: Any, texts: list[s
 
 
 def _look_at_conversations(
-    args: Args, file: PromptFile, tokenizer: Any, samples: list[Sample], found: Findings
+    args: Args, file: PromptFile, tokenizer: PreTrainedTokenizerBase, samples: list[Sample], found: Findings
 ) -> None:
     """Make the loss masks of the first rows; report the first that cannot be made."""
     from slime.utils.mask_utils import MultiTurnLossMaskGenerator

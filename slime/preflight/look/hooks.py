@@ -158,7 +158,7 @@ def is_filled_in_later(args: Args, sample: Sample) -> bool:
     )  # fmt: skip
 
 
-def _problem(args: Args, reward: Any, count: int | None) -> str | None:
+def _problem(args: Args, reward: object, count: int | None) -> str | None:
     """Return what was returned and what was expected; None for what can be a reward."""
     if count is not None:
         if not isinstance(reward, (list, tuple)) or len(reward) != count:
@@ -188,5 +188,5 @@ def _is_number(value: Any) -> bool:
     return False
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "nothing (None)" if value is None else f"{type(value).__name__} {value!r:.80}"

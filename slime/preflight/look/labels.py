@@ -57,7 +57,7 @@ def _labels(file: PromptFile) -> Iterator[tuple[int, Any, dict[str, Any]]]:
         yield number, None if label_key is None else row.get(label_key), metadata
 
 
-def _kind_of_label(label: Any) -> tuple[Any, ...]:
+def _kind_of_label(label: object) -> tuple[Any, ...]:
     text = str(label).strip()
     return type(label).__name__, text[:1] in "[{\"'", "####" in text, "\\boxed" in text, len(text) > _LONG_ANSWER
 
@@ -87,7 +87,7 @@ def _reasons(args: Args, first: Sample) -> bool:
 
 
 def _look_at_label(
-    where: str, file: PromptFile, rule: RewardType, label: Any, metadata: Mapping[str, Any], found: Findings
+    where: str, file: PromptFile, rule: RewardType, label: object, metadata: Mapping[str, Any], found: Findings
 ) -> bool:
     """Report what is wrong with a label; False for an error, of which one is enough."""
     if rule.labels and label is None:
@@ -120,5 +120,5 @@ def _look_at_label(
     return True
 
 
-def _is_right(reward: Any) -> bool:
+def _is_right(reward: object) -> bool:
     return bool(reward["acc"] if isinstance(reward, dict) else reward == 1)

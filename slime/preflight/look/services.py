@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -54,7 +54,7 @@ def _has_check(path: str) -> bool:
     return isinstance(own, (classmethod, staticmethod)) and own is not Environment.__dict__["check"]
 
 
-async def _check(kind: Any, args: Args, options: Any) -> None:
+async def _check(kind: Any, args: Args, options: Mapping[str, Any]) -> None:
     async with asyncio.timeout(DEADLINE_S):
         if is_coroutine_function(kind.check):
             await kind.check(args, options)

@@ -116,7 +116,7 @@ def _even_stages(args: Args, counts: list[int], vpp: int, mtp: int) -> list[str]
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
-def _layout_stages(layout: Any) -> list[str]:
+def _layout_stages(layout: str | Iterable[Iterable[object]]) -> list[str]:
     """Return the stages of a layout as strings of letters; lists of names are taken too."""
     if not isinstance(layout, str):
         return ["".join(_LETTERS.get(str(name), str(name)) for name in stage) for stage in layout]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
@@ -127,7 +126,7 @@ def _wrapped(groups: list[tuple[str, list[str]]]) -> list[str]:
     return [line.replace(NO_BREAK, " ").rstrip() for line in labelled(rows)]
 
 
-def _as_typed(flag: Flag, value: Any) -> str:
+def _as_typed(flag: Flag, value: object) -> str:
     """The flag as it would be typed; a short value and its flag stay on one line."""
     if flag.action in ("true", "false"):
         switched = value is (flag.action == "true")
@@ -138,7 +137,7 @@ def _as_typed(flag: Flag, value: Any) -> str:
     return f"{flag.option}{NO_BREAK if len(text) < LONG else ' '}{text}"
 
 
-def _shown(name: str, value: Any) -> str:
+def _shown(name: str, value: object) -> str:
     value = plain(name, value)
     if isinstance(value, list | tuple) and len(value) > 8:
         return "+".join(f"[{item}]*{len(list(same))}" for item, same in groupby(value))

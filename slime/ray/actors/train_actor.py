@@ -107,7 +107,9 @@ class TrainRayActor:
         return dict(self.trainer.parallel_config)
 
     @reports_errors
-    def train(self, rollout_id: int, shards: Sequence[Any], external_data: Any = None) -> dict[str, Any] | None:
+    def train(
+        self, rollout_id: int, shards: Sequence[Any], external_data: dict[str, Any] | None = None
+    ) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
         self._next_rollout = rollout_id + 1
         shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)

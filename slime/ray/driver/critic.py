@@ -9,7 +9,7 @@ or from the weights it started from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from slime.arguments.args import Args
@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 class CriticGroup(Protocol):
     """The methods of the critic's ranks that the step calls (``slime.ray.driver.train_group.RayTrainGroup``)."""
 
-    def async_train(self, rollout_id: int, rollout_data_ref: Any, external_data: Any = None) -> list[Any]: ...
+    def async_train(
+        self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Sequence[Any] | None = None
+    ) -> list[Any]: ...
     def wait(self, refs: list[Any], what: str) -> list[Any]: ...
     def save_model(self, rollout_id: int, force_sync: bool = False) -> None: ...
     def offload(self) -> None: ...
@@ -47,7 +49,7 @@ class CriticStep:
         """Return True if only the critic is trained on this rollout (``--num-critic-only-steps``)."""
         return bool(rollout_id < self.args.num_critic_only_steps)
 
-    def run(self, rollout_id: int, data: Any, *, save: bool) -> list[Any]:
+    def run(self, rollout_id: int, data: Sequence[Any], *, save: bool) -> list[Any]:
         """Train on the rollout, then offload the critic; return the values for the actor, a reference per rank."""
         if self.args.async_save:
             self.critic.finish_saving()  # the actor publishes its last one when it trains: not before the critic's

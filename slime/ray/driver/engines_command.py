@@ -6,12 +6,15 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from slime.ray import cluster
 from slime.ray.remote import one_line_kind
+
+if TYPE_CHECKING:
+    from slime.ray.remote import RemoteActor
 
 ANSWER_TIMEOUT_S = 1800.0
 """Time for the manager's answer beside ``--timeout``; while the run starts, it answers when the engines are ready."""
@@ -35,7 +38,7 @@ def change_engines(words: Sequence[str]) -> int:
     return 0
 
 
-def _answer(manager: Any, asked: argparse.Namespace) -> str:
+def _answer(manager: RemoteActor, asked: argparse.Namespace) -> str:
     timeout_s = ANSWER_TIMEOUT_S + (getattr(asked, "timeout", None) or 0.0)
 
     def call(method: str, *args: object) -> Any:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -30,6 +30,9 @@ from slime.ray.remote import Peer, results_so_far, wait_all, wait_one
 from slime.utils.declared import with_defaults
 from slime.utils.moved import warn_moved
 from slime.utils.run_state import record
+
+if TYPE_CHECKING:
+    from slime.ray.remote import RemoteActor
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +142,7 @@ def launch_training_models(args: Args, pgs: dict[str, Slots]) -> TrainGroups:
 def create_training_models(
     args: Args,
     pgs: dict[str, Slots],
-    rollout_manager: Any,
+    rollout_manager: RemoteActor | ManagerAndEpoch,
     wandb_run_id: str | None = None,
     *,
     launched: TrainGroups | None = None,
@@ -180,7 +183,9 @@ def create_training_models(
     return actor, critic
 
 
-def _create_actor_and_critic(args: Args, actor: RayTrainGroup, critic: RayTrainGroup, rollout_manager: Any) -> int:
+def _create_actor_and_critic(
+    args: Args, actor: RayTrainGroup, critic: RayTrainGroup, rollout_manager: RemoteActor | ManagerAndEpoch
+) -> int:
     """Create both; return the first rollout: the one after which both were saved, plus one. The critic is offloaded."""
     critic_start = critic.create(rollout_manager)
     critic.offload()

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from slime.arguments import ArgumentError
 from slime.arguments.args import Args
@@ -36,7 +35,7 @@ class _Sigterm:
 
     arrived = False
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, *_: object) -> None:
         self.arrived = True
         raise Terminated
 

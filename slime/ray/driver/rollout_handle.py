@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -14,6 +14,9 @@ from slime.arguments.rules.data import BUILT_IN_SOURCES
 from slime.observability import tracking
 from slime.ray.manager.engines import canary
 from slime.ray.remote import DAY_S, EnginesNeedWeights, LivenessMonitor, Peer, wait_one
+
+if TYPE_CHECKING:
+    from slime.ray.remote import RemoteActor
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +32,7 @@ class RolloutHandle:
     new ones wait for weights (``--use-fault-tolerance``).
     """
 
-    def __init__(self, args: Args, manager: Any) -> None:
+    def __init__(self, args: Args, manager: RemoteActor) -> None:
         self.args, self.manager = args, manager
         self.supply_weights: Callable[[], None] | None = None
         self._weights_needed: Any = None
@@ -42,7 +45,7 @@ class RolloutHandle:
         """Start a rollout; return the reference that ``wait_generate`` waits for."""
         return self.manager.generate.remote(rollout_id)
 
-    def wait_generate(self, started: Any, rollout_id: int) -> Any:
+    def wait_generate(self, started: object, rollout_id: int) -> Any:
         """Return the training data of a started rollout: a boxed reference per data-parallel rank, or None."""
         return self._wait_generating(started, f"generating rollout {rollout_id}")
 
@@ -117,7 +120,7 @@ class RolloutHandle:
         """End engines and router. What does not end in time is ended with the run's other processes."""
         ray.wait([self.manager.dispose.remote()], timeout=DISPOSE_DEADLINE_S)
 
-    def _wait_generating(self, ref: Any, what: str) -> Any:
+    def _wait_generating(self, ref: object, what: str) -> Any:
         if self.supply_weights is None or not self.args.use_fault_tolerance:
             return self._wait(ref, what, DAY_S)
         while True:
@@ -132,7 +135,7 @@ class RolloutHandle:
                 if self._wait(self.manager.needs_weights.remote(), "asking for the engines", CONTROL_DEADLINE_S):
                     self.supply_weights()
 
-    def _wait(self, ref: Any, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
+    def _wait(self, ref: object, what: str, deadline_s: float, watch: Sequence[Any] = ()) -> Any:
         result = wait_one(ref, self._peer, what, deadline_s, [*watch, *self._watch], self.liveness)
         tracking.ingest(
             wait_one(self.manager.drain_records.remote(), self._peer, "collecting metrics", SAVE_DEADLINE_S)
@@ -166,6 +169,6 @@ class ManagerAndEpoch(tuple[Any, "int | None"]):
         return getattr(self[0], name)
 
 
-def handle_of(rollout_manager: Any) -> Any:
+def handle_of(rollout_manager: RemoteActor | ManagerAndEpoch) -> Any:
     """Return the actor handle of what ``create_rollout_manager`` returned, unpacked or not."""
     return rollout_manager[0] if isinstance(rollout_manager, ManagerAndEpoch) else rollout_manager

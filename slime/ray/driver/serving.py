@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import ray
 
@@ -25,6 +25,9 @@ from slime.ray.manager.engines.control import EngineControl
 from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.ray.remote import Peer, reports_errors, wait_one
 from slime.utils.run_state import record
+
+if TYPE_CHECKING:
+    from slime.ray.remote import RemoteActor
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class ServingManager(EngineControl):
         super().__init__(args)
 
     @reports_errors
-    def start(self, slots: Any, wiring: dict[str, Any]) -> str | None:
+    def start(self, slots: tuple[Any, list[int], list[int]], wiring: dict[str, Any]) -> str | None:
         """Start the engines on ``slots``; return the key that they require, None where they require none."""
         self.fleet = ElasticFleet(self.args, slots, wiring, self)
         self.fleet.start()
@@ -105,7 +108,7 @@ def serve(args: Args) -> NoReturn:
         _end(manager, path / "serving.json")
 
 
-def _watch(manager: Any, failure: Any, peer: Peer, file: Path) -> NoReturn:
+def _watch(manager: RemoteActor, failure: object, peer: Peer, file: Path) -> NoReturn:
     """Show the deployment, on the terminal and in ``file``, whenever it has changed. Raises ``EngineDied``."""
     files = Files("what is served")
     shown: dict[str, Any] | None = None
@@ -128,14 +131,14 @@ def _hand_over_key(file: Path, key: str) -> None:
     logger.info("engines and routers require the API key in %s", file)
 
 
-def _drain(manager: Any, peer: Peer, timeout_s: float) -> None:
+def _drain(manager: RemoteActor, peer: Peer, timeout_s: float) -> None:
     logger.info("draining: no more requests are accepted; those in flight have %g s (--drain-timeout)", timeout_s)
     left = wait_one(manager.drain.remote(timeout_s), peer, "draining the engines", timeout_s + DRAIN_MARGIN_S)
     if left:
         logger.warning("%d requests are not answered after %g s (--drain-timeout), and end now", left, timeout_s)
 
 
-def _end(manager: Any, file: Path) -> None:
+def _end(manager: RemoteActor | None, file: Path) -> None:
     """End every process of the deployment, in any state of it."""
     file.unlink(missing_ok=True)
     try:

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -21,10 +21,13 @@ from slime.backends.megatron_utils.checkpoints.directory import iteration_dir
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.actors.train_actor import TrainRayActor
-from slime.ray.driver.rollout_handle import handle_of
+from slime.ray.driver.rollout_handle import ManagerAndEpoch, handle_of
 from slime.ray.driver.weight_push import WeightPush
 from slime.ray.manager.engines import canary
 from slime.ray.remote import DAY_S, LivenessMonitor, Peer, wait_all, wait_one
+
+if TYPE_CHECKING:
+    from slime.ray.remote import RemoteActor
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +106,7 @@ class RayTrainGroup:
         for actor in self._actors:
             actor.import_packages.remote()  # what fails here fails in setup again
 
-    def create(self, rollout_manager: Any = None) -> int:
+    def create(self, rollout_manager: RemoteActor | ManagerAndEpoch | None = None) -> int:
         """Build and load the trainers (see ``launch``); return the first rollout id, on which all ranks must agree."""
         if not self._actors:
             self.launch()
@@ -131,7 +134,7 @@ class RayTrainGroup:
         """The handles of the ranks, none while they are released."""
         return list(self._actors)
 
-    def set_rollout_manager(self, rollout_manager: Any) -> None:
+    def set_rollout_manager(self, rollout_manager: RemoteActor | ManagerAndEpoch) -> None:
         """Take weights to the engines of this manager, and end every wait when one of them dies.
 
         After ``async_init`` this waits for its end.
@@ -183,7 +186,9 @@ class RayTrainGroup:
 
     # Work
 
-    def async_train(self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Any = None) -> list[Any]:
+    def async_train(
+        self, rollout_id: int, rollout_data_ref: Sequence[Any], external_data: Sequence[Any] | None = None
+    ) -> list[Any]:
         """Start one training step on every rank; return one reference per rank.
 
         ``external_data`` is one reference per rank (a critic's values); left out, it is what the critic that this
@@ -246,12 +251,12 @@ class RayTrainGroup:
             return None
         return self._push.run(synchronous_loop, new_weights=bool(self._actors))
 
-    def call_ranks(self, method: str, what: str, deadline_s: float, *args: Any) -> list[Any]:
+    def call_ranks(self, method: str, what: str, deadline_s: float, *args: object) -> list[Any]:
         """Call a method on every rank; return the results in the order of the ranks."""
         refs = [getattr(actor, method).remote(*args) for actor in self._actors]
         return wait_all(refs, self._peers(), what, deadline_s, self._watch, self.others)
 
-    def call_manager(self, method: str, what: str, *args: Any, deadline_s: float | None = None) -> Any:
+    def call_manager(self, method: str, what: str, *args: object, deadline_s: float | None = None) -> Any:
         """Call a method of the rollout manager; the deadline is that of starting engines unless it is given."""
         ref = getattr(self._rollout_manager, method).remote(*args)
         deadline_s = 3 * self.args.engine_ready_timeout if deadline_s is None else deadline_s
@@ -301,7 +306,7 @@ class RayTrainGroup:
         self._starting = [actor.init.remote(master, with_ref) for actor in self._actors]
         return list(self._starting)
 
-    def async_init_weight_update_connections(self, rollout_manager: Any) -> list[Any]:
+    def async_init_weight_update_connections(self, rollout_manager: RemoteActor | ManagerAndEpoch) -> list[Any]:
         """``set_rollout_manager``; connections are made when weights are first pushed."""
         self.set_rollout_manager(rollout_manager)
         return []

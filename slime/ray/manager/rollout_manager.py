@@ -82,7 +82,7 @@ class RolloutManager(EngineControl):
         os.environ.update(secrets)
 
     @reports_errors
-    def setup(self, pg: Any, wiring: dict[str, Any]) -> None:
+    def setup(self, pg: tuple[Any, list[int], list[int]], wiring: dict[str, Any]) -> None:
         """Start the engines on the slots ``pg`` in the background; load prompts and hooks."""
         args = self.args
         run_key.install()

@@ -36,7 +36,7 @@ FORMAT = 2
 READABLE = (1, 2)
 
 
-def group_index(group: Any) -> int | None:
+def group_index(group: Sample | list[Any]) -> int | None:
     """Return the number that the data source gave to a group, None when its first sample has none."""
     first = next(iter_samples(group), None)
     return None if first is None else first.group_index
@@ -113,11 +113,11 @@ class GroupJournal:
         if numbers := [n for n in map(group_index, groups) if n is not None]:
             self._put({"kind": "dispatched", "groups": numbers})
 
-    def completed(self, group: Any) -> None:
+    def completed(self, group: Sample | list[Any]) -> None:
         """Keep a finished group, as it is now."""
         self._put_group("completed", group)
 
-    def returned(self, group: Any) -> None:
+    def returned(self, group: Sample | list[Any]) -> None:
         """Keep a group that was handed back, as it is now; one that is as it was drawn has nothing to keep."""
         self._put_group("returned", group)
 
@@ -131,7 +131,7 @@ class GroupJournal:
 
     # Inside
 
-    def _put_group(self, kind: str, group: Any) -> None:
+    def _put_group(self, kind: str, group: Sample | list[Any]) -> None:
         number = group_index(group)
         if self._path is None or number is None:
             return
@@ -139,7 +139,7 @@ class GroupJournal:
         record = {"kind": kind, "group": number, "samples": None}
         self._put(record, None if drawn else copy_group(group))
 
-    def _put(self, record: dict[str, Any], samples: Any = None) -> None:
+    def _put(self, record: dict[str, Any], samples: Sample | list[Any] | None = None) -> None:
         if (path := self._path) is not None:
             self._writer.put(path, record, samples)
 

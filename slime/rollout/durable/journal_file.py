@@ -16,7 +16,7 @@ from typing import Any
 _HEAD = re.compile(rb'\{"crc":"([0-9a-f]{8})","len":(\d+),"record":')
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return ``value`` as JSON on one line."""
     return json.dumps(value, separators=(",", ":")).encode()
 

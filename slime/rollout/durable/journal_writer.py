@@ -9,11 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.durable.journal_file import encode_parts, to_json
 from slime.rollout.durable.state_codec import encode_group
 from slime.utils.atomic_file import name_failure, sync
+
+if TYPE_CHECKING:
+    from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ class _Entry:
         return encode_parts([b'%s,"samples":' % to_json(head)[:-1], *samples_to_json(self.samples), b"}"])
 
 
-def samples_to_json(group: Any) -> list[bytes]:
+def samples_to_json(group: Sample | list[Any]) -> list[bytes]:
     """Return a group as JSON in parts, encoded list by list with breaths in between."""
     if not isinstance(group, list):
         data = to_json(encode_group(group, after_long_list=_breathe))
@@ -71,7 +74,7 @@ class JournalWriter:
         self._failed: set[Path] = set()
         self._left_out = 0
 
-    def put(self, path: Path, record: dict[str, Any], samples: Any = None) -> None:
+    def put(self, path: Path, record: dict[str, Any], samples: Sample | list[Any] | None = None) -> None:
         """Write ``record`` to ``path``, with ``samples``, which must not change from now on, as its samples."""
         with self._changed:
             if path in self._failed:

@@ -13,11 +13,14 @@ from __future__ import annotations
 import base64
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +47,14 @@ class NotStorable(TypeError):
     """A value that has no form in the state file."""
 
 
-def encode_group(group: Any, after_long_list: Callable[[], None] = lambda: None) -> Any:
+def encode_group(group: Sample | list[Any], after_long_list: Callable[[], None] = lambda: None) -> Any:
     """Encode a (nested) list of samples; ``after_long_list`` is called after each part that takes long."""
     if isinstance(group, list):
         return [encode_group(item, after_long_list) for item in group]
     return _encode_sample(group, after_long_list)
 
 
-def decode_group(data: Any) -> Any:
+def decode_group(data: object) -> Any:
     """Inverse of ``encode_group``."""
     if isinstance(data, list):
         return [decode_group(item) for item in data]
@@ -73,7 +76,7 @@ def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[
     return encoded
 
 
-def _encode_metadata(sample: Sample, value: Any) -> Any:
+def _encode_metadata(sample: Sample, value: object) -> Any:
     """Encode what users noted about a sample, without what has no form in JSON: that must not end a run."""
     try:
         return encode_value(value)
@@ -143,7 +146,7 @@ def _encode_dict(value: dict[Any, Any]) -> dict[str, Any]:
     return {"__items__": [[key, encode_value(item)] for key, item in value.items()]}
 
 
-def decode_value(value: Any) -> Any:
+def decode_value(value: object) -> Any:
     """Inverse of ``encode_value``."""
     if isinstance(value, list):
         return [decode_value(item) for item in value]
@@ -231,7 +234,7 @@ def _encode_array(array: np.ndarray) -> dict[str, Any]:
     return encoded
 
 
-def _encode_tensor(tensor: Any) -> dict[str, Any]:
+def _encode_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.")

@@ -149,7 +149,7 @@ class ToolEnvironment(Environment):
         errors = sum(failed for _, failed in results)
         return Step([text for text, _ in results], tool_calls=len(calls), tool_errors=errors)
 
-    def format_observation(self, observation: Any) -> str | dict[str, Any] | Messages:
+    def format_observation(self, observation: list[str]) -> str | dict[str, Any] | Messages:
         """Return a message of the role tool per result."""
         return [{"role": "tool", "content": text} for text in observation]
 

@@ -201,7 +201,7 @@ class Episode:
         self.tool_errors += step.tool_errors
         return step
 
-    async def _call(self, method: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def _call(self, method: str, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a method within ``step_timeout``; EnvironmentFailure for what it raises. Its time is counted."""
         limit, began = self.entry.step_timeout, time.monotonic()
         where = f"environment {self.entry.name!r}, {method}" + (f" after turn {self.turns}" if self.turns else "")
@@ -261,7 +261,7 @@ class Episode:
         return sample
 
 
-async def _result_of(function: Callable[..., Any], *arguments: Any) -> Any:
+async def _result_of(function: Callable[..., Any], *arguments: object) -> Any:
     """Call a coroutine function on the event loop, a plain one in a thread; an awaitable that it returns is awaited."""
     if is_coroutine_function(function):
         return await function(*arguments)

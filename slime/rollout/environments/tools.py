@@ -86,7 +86,7 @@ class _Checked:
         return await in_thread(self.function, **values)
 
 
-def _without_titles(schema: Any) -> Any:
+def _without_titles(schema: object) -> Any:
     """Drop the titles that pydantic makes of names; a property may be called title."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]

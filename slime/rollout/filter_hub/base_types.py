@@ -23,7 +23,7 @@ class DynamicFilterOutput:
     keep_when_insufficient: bool = False
 
 
-def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+def call_dynamic_filter(fn: Callable[..., Any] | None, *args: object, **kwargs: object) -> DynamicFilterOutput:
     """Call a filter; no filter keeps everything, a bare truth value is wrapped.
 
     A coroutine function is waited for, which keeps an event loop from everything else: await
@@ -32,7 +32,7 @@ def call_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any
     return DynamicFilterOutput(keep=True) if fn is None else _verdict(fn, finish(fn(*args, **kwargs)), args)
 
 
-async def await_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> DynamicFilterOutput:
+async def await_dynamic_filter(fn: Callable[..., Any] | None, *args: object, **kwargs: object) -> DynamicFilterOutput:
     """As ``call_dynamic_filter``, for coroutines."""
     if fn is None:
         return DynamicFilterOutput(keep=True)
@@ -40,7 +40,7 @@ async def await_dynamic_filter(fn: Callable[..., Any] | None, *args: Any, **kwar
     return _verdict(fn, await output if inspect.isawaitable(output) else output, args)
 
 
-def _verdict(fn: Callable[..., Any], output: Any, args: tuple[Any, ...]) -> DynamicFilterOutput:
+def _verdict(fn: Callable[..., Any], output: object, args: tuple[Any, ...]) -> DynamicFilterOutput:
     if output is None:  # a forgotten return would drop every group there is
         raise TypeError(f"{describe(fn)} returned None{for_samples(args)}; expected a bool or a DynamicFilterOutput")
     return output if isinstance(output, DynamicFilterOutput) else DynamicFilterOutput(keep=bool(output))

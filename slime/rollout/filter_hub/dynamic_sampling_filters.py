@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from slime.arguments.args import Args
 from slime.rollout.filter_hub.base_types import DynamicFilterOutput
@@ -14,7 +13,7 @@ __all__ = ["check_reward_nonzero_std", "check_reward_nonzero_std_with_fallback"]
 MIN_STD = 1e-6
 
 
-def check_reward_nonzero_std(args: Args, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std(args: Args, samples: list[Sample], **kwargs: object) -> DynamicFilterOutput:
     """Drop a group when the unbiased standard deviation of its rewards, in float64, is at most 1e-6.
 
     Rewards are those of all samples, however deep they are nested. Raises ValueError for one that is no number.
@@ -26,7 +25,7 @@ def check_reward_nonzero_std(args: Args, samples: list[Sample], **kwargs: Any) -
     return DynamicFilterOutput(keep=keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
 
 
-def check_reward_nonzero_std_with_fallback(args: Args, samples: list[Sample], **kwargs: Any) -> DynamicFilterOutput:
+def check_reward_nonzero_std_with_fallback(args: Args, samples: list[Sample], **kwargs: object) -> DynamicFilterOutput:
     """As ``check_reward_nonzero_std``, but a batch that would stay short keeps the group."""
     output = check_reward_nonzero_std(args, samples, **kwargs)
     output.keep_when_insufficient = True

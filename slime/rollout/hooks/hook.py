@@ -41,17 +41,17 @@ class Hook:
     def __str__(self) -> str:
         return f"{self.flag} {self.path!r} ({place_of(self.function)})"
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         with self.naming(args):
             return finish(self.function(*args, **kwargs))
 
-    async def awaited(self, *args: Any, **kwargs: Any) -> Any:
+    async def awaited(self, *args: object, **kwargs: object) -> Any:
         """Call the function on the event loop's thread."""
         with self.naming(args):
             result = self.function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
-    async def awaited_off_loop(self, *args: Any, **kwargs: Any) -> Any:
+    async def awaited_off_loop(self, *args: object, **kwargs: object) -> Any:
         """Call a coroutine function on the event loop, a plain one, which may compute or block, in a new thread.
 
         An awaitable that a plain function returns is awaited on the event loop.
@@ -68,7 +68,7 @@ class Hook:
             return await result if inspect.isawaitable(result) else result
 
     @contextlib.contextmanager
-    def naming(self, *about: Any) -> Iterator[None]:
+    def naming(self, *about: object) -> Iterator[None]:
         """Within the block, add to what is raised a note with this hook and the samples found in ``about``.
 
         A call of ``exit`` is an error as well: it would end the event loop. So is
@@ -92,11 +92,11 @@ class Hook:
                 "awaited was cancelled"
             ) from e
 
-    def returned(self, result: Any, expected: str, *about: Any) -> TypeError:
+    def returned(self, result: object, expected: str, *about: object) -> TypeError:
         """Return the error for a result that is not what was ``expected``."""
         return TypeError(f"{self} returned {_shown(result)}{for_samples(about)}; expected {expected}")
 
-    def accepted(self, **offered: Any) -> dict[str, Any]:
+    def accepted(self, **offered: object) -> dict[str, Any]:
         """Return those of the keyword arguments that the function takes by name, all of them with ``**kwargs``."""
         parameters = self._parameters
         if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -193,14 +193,14 @@ def _check_call(hook: Hook, contract: Contract) -> None:
             raise TypeError(f"{hook}: {method!r} is a coroutine function, but rollouts call it without await")
 
 
-def describe(function: Any) -> str:
+def describe(function: Callable[..., Any]) -> str:
     """Return what messages call a function: a hook with its flag and path, any other by its name and place."""
     if isinstance(function, Hook):
         return str(function)
     return f"{getattr(innermost(function), '__qualname__', function)} ({place_of(function)})"
 
 
-def place_of(function: Any) -> str:
+def place_of(function: Callable[..., Any]) -> str:
     """Return ``file:line`` where a function or class is defined, or the module of one that has no source."""
     function = innermost(function)
     if not inspect.isroutine(function) and not inspect.isclass(function):
@@ -219,7 +219,7 @@ def with_notes(error: BaseException) -> str:
     return "; ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def for_samples(values: Any) -> str:
+def for_samples(values: object) -> str:
     """Return ``, for sample index=3 group_index=1`` of the samples in nested ``values``; nothing when there is none."""
     samples = list(_samples_in(values))
     if not samples:
@@ -230,7 +230,7 @@ def for_samples(values: Any) -> str:
     return f", for {len(samples)} samples: index {names}{', ...' if len(samples) > _SHOWN else ''}"
 
 
-def _samples_in(values: Any) -> Iterator[Sample]:
+def _samples_in(values: object) -> Iterator[Sample]:
     if isinstance(values, Sample):
         yield values
     elif isinstance(values, (list, tuple)):
@@ -238,14 +238,14 @@ def _samples_in(values: Any) -> Iterator[Sample]:
             yield from _samples_in(value)
 
 
-def _shown(result: Any) -> str:
+def _shown(result: object) -> str:
     if result is None:
         return "NoneType"
     text = repr(result)
     return f"{type(result).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
-def finish(result: Any) -> Any:
+def finish(result: object) -> Any:
     """Return ``result``, awaited if it can be, blocking until it is done.
 
     On the thread of an event loop, which cannot wait for itself, a loop in another thread awaits it.
@@ -273,7 +273,7 @@ def finish(result: Any) -> Any:
     return answer.result()
 
 
-async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def in_thread(function: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Await ``function(*args, **kwargs)`` in a daemon thread: one that hangs keeps neither its waiter nor the exit.
 
     Unlike those of a pool, threads that call hooks which need a thread themselves never wait for each other.
@@ -282,7 +282,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     future: asyncio.Future[Any] = loop.create_future()
     context = contextvars.copy_context()
 
-    def settle(result: Any, error: BaseException | None) -> None:
+    def settle(result: object, error: BaseException | None) -> None:
         if future.done():  # the caller was cancelled
             return
         if error is None:
@@ -313,7 +313,7 @@ def is_coroutine_function(function: Callable[..., Any]) -> bool:
     return not inspect.isroutine(function) and inspect.iscoroutinefunction(type(function).__call__)
 
 
-def innermost(function: Any) -> Any:
+def innermost(function: Callable[..., Any]) -> Any:
     """Return the function within decorators and partial calls."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
@@ -17,6 +17,9 @@ from slime.servers.engine_replies import output_tokens
 from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
 from slime.utils.sampling import limited
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from slime.rollout.requests.generate_state import RequestState
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class Resumes:
     Raises AssertionError for a sample that is not PENDING or ABORTED.
     """
 
-    def __init__(self, state: Any, sample: Sample) -> None:
+    def __init__(self, state: RequestState, sample: Sample) -> None:
         assert sample.status in (Sample.Status.PENDING, Sample.Status.ABORTED), (
             f"sample index={sample.index} cannot be generated from status {sample.status}"
         )
@@ -143,7 +146,7 @@ def tokens_left(args: Args, sample: Sample, sampling_params: dict[str, Any], eva
     return max(0, room if left is None else min(left, room))
 
 
-def prompt_token_ids(state: Any, sample: Sample) -> list[int]:
+def prompt_token_ids(state: RequestState, sample: Sample) -> list[int]:
     """Return the token ids of a prompt; of one with images those of the processor, whose other outputs are kept."""
     if not isinstance(sample.prompt, str):
         raise ValueError(

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Coroutine, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slime.arguments.args import Args
 from slime.rollout.cancelling import cancel_all
@@ -17,6 +17,27 @@ from slime.rollout.rm_hub.failure import LateFailures
 from slime.servers.http_utils import get_http_client
 from slime.utils.network import connection_limit
 from slime.utils.types import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    class RequestState(Protocol):
+        """The attributes of ``GenerateState`` that a request reads."""
+
+        tokenizer: PreTrainedTokenizerBase
+        processor: Any
+        aborted: bool
+
+    class RolloutState(Protocol):
+        """The attributes of ``GenerateState`` that a rollout reads and sets."""
+
+        semaphore: asyncio.Semaphore
+        pendings: set[Any]
+        pending_rewards: PendingRewards
+        remaining_batch_size: int
+        aborted: bool
+        on_completed: Callable[[list[Sample]], None] | None
+
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +99,7 @@ class PromptTokens:
         self._tokenizer: Any = None
         self._ids: dict[str, list[int]] = {}
 
-    def of(self, tokenizer: Any, prompt: str) -> list[int]:
+    def of(self, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
         """Return the token ids of ``prompt``, a list of the caller's own."""
         if tokenizer is not self._tokenizer:
             self._tokenizer, self._ids = tokenizer, {}
@@ -191,6 +212,6 @@ def _of_stand_ins() -> Bookkeeping:
     return Bookkeeping()
 
 
-def bookkeeping_of(state: Any) -> Bookkeeping:
+def bookkeeping_of(state: object) -> Bookkeeping:
     """Return the bookkeeping of ``state``: itself, or the one that all replacements in this process share."""
     return state if isinstance(state, Bookkeeping) else _of_stand_ins()

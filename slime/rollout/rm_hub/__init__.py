@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, TypeGuard
 
 from slime.algorithms.reward_types import BOXED, REWARD_TYPES, RewardType, reward_type
 from slime.arguments.args import Args
@@ -70,7 +70,7 @@ def reward_hook(args: Args, sample: Sample) -> Hook | None:
     return make_hook(path, "custom_rm_path", load=load_function) if path else None
 
 
-def _is_reward(args: Args, reward: Any) -> bool:
+def _is_reward(args: Args, reward: object) -> bool:
     """True for what can be a reward; anything goes when a later hook converts it."""
     if reward is not None and not isinstance(reward, (str, bytes, list, tuple, Sample)):
         return True
@@ -78,7 +78,7 @@ def _is_reward(args: Args, reward: Any) -> bool:
     return any(getattr(args, name) for name in hooks)
 
 
-async def async_rm(args: Args, sample: Sample, **kwargs: Any) -> Any:
+async def async_rm(args: Args, sample: Sample, **kwargs: object) -> Any:
     """Return the reward of one sample.
 
     The reward is, in this order: ``sample.custom_rm_path``, ``args.custom_rm_path`` (where the sample's is None),
@@ -126,7 +126,7 @@ async def _by_rule(args: Args, entry: RewardType, sample: Sample, *, boxed: bool
         return copy.copy(entry.wrong)
 
 
-async def batched_async_rm(args: Args, samples: list[Any], **kwargs: Any) -> list[Any]:
+async def batched_async_rm(args: Args, samples: list[Any], **kwargs: object) -> list[Any]:
     """Return the rewards of several samples, in order; the first failure cancels the others.
 
     ``args.custom_rm_path`` is called once, with ``samples`` as they are: a group may hold lists of samples. It may
@@ -158,7 +158,7 @@ def scored_together(args: Args, sample: Sample) -> bool:
 # What a custom reward of several samples may return, for groups that may hold lists of samples
 
 
-def rewards_of(args: Args, samples: list[Any], returned: Any) -> list[Any]:
+def rewards_of(args: Args, samples: list[Any], returned: object) -> list[Any]:
     """Return a reward per sample, in order, of what ``args.custom_rm_path`` ``returned`` for ``samples``.
 
     That is a list with one reward per sample; a list with an entry per entry of ``samples``, where that of a list of
@@ -188,7 +188,7 @@ def nested_like(samples: Iterable[Any], rewards: Iterator[Any]) -> list[Any]:
     return [nested_like(entry, rewards) if isinstance(entry, list) else next(rewards) for entry in samples]
 
 
-def _entry_by_entry(samples: list[Any], rewards: Any) -> Iterator[Any]:
+def _entry_by_entry(samples: list[Any], rewards: Collection[Any]) -> Iterator[Any]:
     if len(samples) != len(rewards):
         yield _MISSING
         return
@@ -201,6 +201,6 @@ def _entry_by_entry(samples: list[Any], rewards: Any) -> Iterator[Any]:
             yield from [reward] * len(list(iter_samples(entry)))
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> TypeGuard[Collection[Any]]:
     """True for a list, a tuple or an array with a dimension, but no text and no object."""
     return hasattr(value, "__len__") and not isinstance(value, (str, bytes, Mapping)) and getattr(value, "ndim", 1) > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import string
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from slime.rollout.rm_hub.answer_text import final_answer
@@ -54,7 +54,7 @@ _LETTER_FORMS = (  # from the most explicit on; of the matches of a form the las
 )
 
 
-def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+def compute_gpqa_reward(response: str | None, label: object, metadata: Mapping[str, Any] | None = None) -> float:
     """Return 1.0 when the response picks the right option, else 0.0. Only text after the reasoning counts.
 
     ``label`` is the right letter, the index of the right choice, or its text. ``metadata`` may hold ``choices`` (list,
@@ -84,7 +84,7 @@ def compute_gpqa_reward(response: str | None, label: Any, metadata: Mapping[str,
     return float(any(_mentions(final, target, texts) for target in named))
 
 
-def best_answers(label: Any, metadata: Mapping[str, Any]) -> list[str]:
+def best_answers(label: object, metadata: Mapping[str, Any]) -> list[str]:
     """Return responses of which one should be right: each option, and the texts of the right one."""
     letters = metadata.get("valid_letters")
     options = [f"Answer: {letter}" for letter in (letters if letters is not None else DEFAULT_VALID_LETTERS)]
@@ -92,7 +92,7 @@ def best_answers(label: Any, metadata: Mapping[str, Any]) -> list[str]:
     return options + [text for text in texts if isinstance(text, str)]
 
 
-def _plain_label(label: Any) -> Any:
+def _plain_label(label: object) -> Any:
     """A letter, an index or a text: also those of NumPy, of a list of one, and of an object with a key."""
     if hasattr(label, "tolist"):
         label = label.tolist()
@@ -104,7 +104,7 @@ def _plain_label(label: Any) -> Any:
     return accepted[0].strip() if accepted else None
 
 
-def _valid_letters(given: Any, choices: Any, texts: Sequence[str]) -> list[str]:
+def _valid_letters(given: Collection[object] | None, choices: object, texts: Sequence[str]) -> list[str]:
     if given is not None and len(given):
         return [str(letter).strip().upper() for letter in given]
     if isinstance(choices, Mapping) and all(len(str(k).strip()) == 1 for k in choices):
@@ -112,7 +112,7 @@ def _valid_letters(given: Any, choices: Any, texts: Sequence[str]) -> list[str]:
     return list(string.ascii_uppercase[: len(texts)]) if texts else DEFAULT_VALID_LETTERS
 
 
-def _correct_letter(label: Any, metadata: Mapping[str, Any], letters: list[str], texts: list[str]) -> str | None:
+def _correct_letter(label: object, metadata: Mapping[str, Any], letters: list[str], texts: list[str]) -> str | None:
     stated = metadata.get("correct_letter")
     if isinstance(stated, str) and stated.strip().upper() in letters:
         return stated.strip().upper()

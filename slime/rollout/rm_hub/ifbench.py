@@ -21,7 +21,7 @@ MODULE = "evaluation_lib"
 """The module in which the published checkers have ``InputExample`` and ``test_instruction_following_strict``."""
 
 
-def compute_ifbench_reward(response: str | None, label: Any, metadata: Mapping[str, Any] | None = None) -> float:
+def compute_ifbench_reward(response: str | None, label: object, metadata: Mapping[str, Any] | None = None) -> float:
     """Return 1.0 when ``response`` follows every instruction to the letter (prompt-level, strict), else 0.0.
 
     Instructions are about the answer: reasoning before ``</think>`` and the tokens that end a response are left out.
@@ -75,7 +75,7 @@ def load_checkers() -> ModuleType:
     return checkers
 
 
-def _arguments(kwargs: Any, count: int) -> list[dict[str, Any]]:
+def _arguments(kwargs: object, count: int) -> list[dict[str, Any]]:
     given = [{}] * count if kwargs is None else kwargs
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
         raise ValueError(

@@ -31,7 +31,7 @@ KEYS = (
 _LONGEST_JSON = 100_000
 
 
-def accepted_answers(label: Any) -> list[str]:
+def accepted_answers(label: object) -> list[str]:
     """Return the texts that ``label`` accepts; none for None, blank text and an empty list. Raises ValueError for
     what is no label."""
     if label is None:
@@ -62,7 +62,7 @@ def accepted_answers(label: Any) -> list[str]:
     )
 
 
-def _of_number(label: Any) -> list[str]:
+def _of_number(label: object) -> list[str]:
     if isinstance(label, bool):
         return [str(label)]
     if isinstance(label, (float, Decimal)):

@@ -65,7 +65,7 @@ def normalize_final_answer(final_answer: str) -> str:
     return text.strip()
 
 
-def _label_texts(ground_truth: Any) -> Iterator[str]:
+def _label_texts(ground_truth: object) -> Iterator[str]:
     """Yield the normalized texts that a label accepts: as it is written, and a whole number as an integer too."""
     for text in accepted_answers(ground_truth):
         yield normalize_final_answer(text)
@@ -77,7 +77,7 @@ def _label_texts(ground_truth: Any) -> Iterator[str]:
 
 
 def is_correct_minerva(
-    solution_str: str, gt: Any, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
+    solution_str: str, gt: object, gt_need_extract: bool = False, answer_pattern: str = ANSWER_PATTERN
 ) -> tuple[bool, str]:
     """Return whether the last ``Answer: ...`` equals ``gt``, and the normalized answer (``[INVALID]`` without one)."""
     found = re.findall(answer_pattern, without_end_tokens(solution_str))
@@ -88,7 +88,7 @@ def is_correct_minerva(
     return prediction in _label_texts(gt), prediction
 
 
-def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
+def is_correct_strict_box(pred: str, gt: object, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
     """Return 1 or -1, and the content of the last box in the tail of ``pred`` (None without one)."""
     start = pause_tokens_index[-1] - STRICT_BOX_CHARACTERS if pause_tokens_index else -STRICT_BOX_CHARACTERS
     tail = pred[max(start, 0) :] if pause_tokens_index else pred[start:]
@@ -98,7 +98,7 @@ def is_correct_strict_box(pred: str, gt: Any, pause_tokens_index: list[int] | No
 
 
 def verify(
-    solution_str: str, answer: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str, answer: object, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
 ) -> tuple[bool, str | None]:
     """Return whether a solution is correct, and the answer found in it."""
     if strict_box_verify:
@@ -108,7 +108,10 @@ def verify(
 
 
 def compute_score(
-    solution_str: str, ground_truth: Any, strict_box_verify: bool = False, pause_tokens_index: list[int] | None = None
+    solution_str: str,
+    ground_truth: object,
+    strict_box_verify: bool = False,
+    pause_tokens_index: list[int] | None = None,
 ) -> dict[str, Any]:
     """Return ``{"score": 1.0 or -1.0, "acc": bool, "pred": str}`` for the last 300 characters of a solution."""
     correct, prediction = verify(solution_str[-TAIL_CHARACTERS:], ground_truth, strict_box_verify, pause_tokens_index)

@@ -13,7 +13,7 @@ __all__ = ["group_reward"]
 KEYS = ("features", "preferences", "correct")
 
 
-def group_reward(args: Args, samples: list[Any], **kwargs: Any) -> list[float]:
+def group_reward(args: Args, samples: list[Any], **kwargs: object) -> list[float]:
     """Return ``preference_rewards`` of a prompt's executions, one per sample (``--group-rm``).
 
     Of ``sample.metadata``: ``features`` (numbers by name), ``preferences`` (weights by name, those of the prompt),

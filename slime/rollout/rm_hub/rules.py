@@ -18,7 +18,7 @@ from slime.utils.misc import load_function
 PATH = f"{__name__}.grade"
 
 
-def grade(kind: str, response: str, label: Any, metadata: Mapping[str, Any]) -> Any:
+def grade(kind: str, response: str, label: object, metadata: Mapping[str, Any]) -> Any:
     """Return the reward of one response by the rule ``kind`` of the table ``slime.algorithms.reward_types``."""
     return load_function(REWARD_TYPES[kind].function)(response, label, metadata)
 
@@ -33,7 +33,7 @@ def as_response(kind: str, answer: str) -> str:
     return answer
 
 
-def best_answers(kind: str, label: Any, metadata: Mapping[str, Any]) -> list[str]:
+def best_answers(kind: str, label: object, metadata: Mapping[str, Any]) -> list[str]:
     """Return responses of which one should be right; none where the rule does not define any."""
     entry = REWARD_TYPES[kind]
     if entry.best_answers is not None:
@@ -44,7 +44,7 @@ def best_answers(kind: str, label: Any, metadata: Mapping[str, Any]) -> list[str
     return [as_response(kind, text) for text in texts]
 
 
-def prepare(kind: str, *_: Any) -> None:
+def prepare(kind: str, *_: object) -> None:
     """Load what ``grade`` of these arguments loads once: no answer is charged for it."""
     entry = REWARD_TYPES[kind]
     load_function(entry.function)
@@ -55,26 +55,26 @@ def prepare(kind: str, *_: Any) -> None:
 # Rules of the table whose public functions have another signature
 
 
-def grade_math(response: str, label: Any, metadata: Mapping[str, Any]) -> int:
+def grade_math(response: str, label: object, metadata: Mapping[str, Any]) -> int:
     """Return 1 for the right answer in the last box."""
     return int(grade_answer_verl(response, label))
 
 
-def grade_math_verify(response: str, label: Any, metadata: Mapping[str, Any]) -> int:
+def grade_math_verify(response: str, label: object, metadata: Mapping[str, Any]) -> int:
     """Return 1 for an answer that the package math-verify finds and takes for right."""
     return compute_math_verify_reward(response, label)
 
 
-def grade_deepscaler(response: str, label: Any, metadata: Mapping[str, Any]) -> int:
+def grade_deepscaler(response: str, label: object, metadata: Mapping[str, Any]) -> int:
     """Return 1 for the right answer in the last box after the reasoning."""
     return get_deepscaler_rule_based_reward(response, label)
 
 
-def grade_dapo(response: str, label: Any, metadata: Mapping[str, Any]) -> dict[str, Any]:
+def grade_dapo(response: str, label: object, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``score`` (1 or -1), ``acc`` and ``pred`` of the last line with an answer."""
     return compute_score(response, label)
 
 
-def grade_f1(response: str, label: Any, metadata: Mapping[str, Any]) -> float:
+def grade_f1(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     """Return the F1 of the words."""
     return f1_score(response, label)[0]

@@ -11,9 +11,12 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.rollout.rm_hub.expressions import NotAnExpression, Tree
+
+if TYPE_CHECKING:
+    from mpmath import mpc, mpf
 
 __all__ = ["equal_values"]
 
@@ -126,7 +129,7 @@ def _lift(number: Value) -> _Approximate:
     return _Approximate(value, context.mpf(0) if exact else abs(value) * context.eps)
 
 
-def _rounded(value: Any, error: Any) -> _Approximate:
+def _rounded(value: mpf | mpc, error: mpf) -> _Approximate:
     """A result whose operands' errors make ``error``, with that of its own rounding."""
     return _Approximate(value, abs(error) + 4 * abs(value) * _digits().eps)
 

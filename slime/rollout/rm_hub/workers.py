@@ -50,7 +50,7 @@ def _environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k in ENVIRONMENT or k.startswith(("LC_", "PYTHON"))}
 
 
-def job_frame(value: Any) -> bytes:
+def job_frame(value: object) -> bytes:
     """Return ``value`` as ``read_job`` reads it."""
     body = pickle.dumps(value, protocol=5)
     return LENGTH.pack(len(body)) + body
@@ -64,7 +64,7 @@ def read_job(stream: BinaryIO) -> Any:
     return pickle.loads(stream.read(LENGTH.unpack(head)[0]))
 
 
-def reply_frame(value: Any) -> bytes:
+def reply_frame(value: object) -> bytes:
     """Return ``value`` in a frame of JSON, tuples as lists. Raises TypeError or ValueError for what is no JSON."""
     body = json.dumps(value).encode()
     return LENGTH.pack(len(body)) + body
@@ -240,7 +240,7 @@ class RewardWorkers:
         """Return the process ids of the workers that run now."""
         return [worker.process.pid for worker in self._workers if worker is not None and worker.alive]
 
-    def submit(self, function: str, *arguments: Any) -> Future[Any]:
+    def submit(self, function: str, *arguments: object) -> Future[Any]:
         """Compute ``function(*arguments)`` in a worker; ``function`` is the dotted path of a module-level function.
 
         The future raises RewardFailure when the function raises, exceeds a limit or kills its worker.
@@ -254,7 +254,7 @@ class RewardWorkers:
         self._jobs.put(_Job(function, message, answer))
         return answer
 
-    async def call(self, function: str, *arguments: Any) -> Any:
+    async def call(self, function: str, *arguments: object) -> Any:
         """Await ``submit``. A cancelled call that is being computed is left to end."""
         return await asyncio.wrap_future(self.submit(function, *arguments))
 

@@ -83,7 +83,7 @@ def encode(new: Array, old: Array, itemsize: int, *, xor: bool) -> Encoded | Non
     return Encoded("whole", new.tobytes(), positions.size, all_ones)
 
 
-def apply(payload: Any, form: str, target: Array, itemsize: int, *, xor: bool) -> None:
+def apply(payload: bytes | memoryview, form: str, target: Array, itemsize: int, *, xor: bool) -> None:
     """Write the changes ``payload`` into ``target``, uint8 [bytes], which holds what they were made from.
 
     Raises CorruptDeltaError for a payload that does not fit.
@@ -99,7 +99,7 @@ def apply(payload: Any, form: str, target: Array, itemsize: int, *, xor: bool) -
     elements[positions] = elements[positions] ^ values if xor else values
 
 
-def read_sparse(payload: Any, itemsize: int, size: int) -> tuple[Array, Array]:
+def read_sparse(payload: bytes | memoryview, itemsize: int, size: int) -> tuple[Array, Array]:
     """Return the positions, int64, among ``size`` elements, and the values there, unsigned.
 
     Raises CorruptDeltaError for a payload that does not fit.
@@ -166,7 +166,7 @@ def _pack(positions: Array, values: Array) -> bytes:
     return struct.pack(f"<{1 + len(parts)}Q", positions.size, *map(len, parts)) + b"".join(parts)
 
 
-def _unpack(payload: Any, dtype: np.dtype[Any]) -> tuple[Array, Array]:
+def _unpack(payload: bytes | memoryview, dtype: np.dtype[Any]) -> tuple[Array, Array]:
     head = struct.Struct(f"<{3 + dtype.itemsize}Q")
     try:
         count, *lengths = head.unpack_from(payload)

@@ -132,7 +132,7 @@ class NixlAgent:
         if reasons or waiting:
             raise TransferError(reasons | dict.fromkeys(waiting))
 
-    def _state(self, handle: Any) -> str:
+    def _state(self, handle: object) -> str:
         try:
             state: str = self._agent.check_xfer_state(handle)
             return "NIXL reports an error" if state == "ERR" else state

@@ -41,7 +41,7 @@ class EngineRank:
     pieces: Sequence[Piece]
 
 
-def put(store: Store, key: str, value: Any) -> None:
+def put(store: Store, key: str, value: object) -> None:
     """Set ``key``."""
     store.set(key, json.dumps(value))
 

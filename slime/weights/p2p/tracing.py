@@ -8,15 +8,26 @@ that is computed from a tensor or a parameter, elements that are not loaded, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slime.weights.p2p.plan import Piece
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    class LoadableModel(torch.nn.Module):
+        """A model of SGLang."""
+
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
+            """Load tensors of the Hugging Face checkpoint by name."""
+            ...
+
 
 aten = torch.ops.aten
 _FILLS = (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
@@ -42,7 +53,7 @@ class _Memory:
 
 
 @torch.no_grad()
-def trace(model: Any, tensors: Sequence[tuple[str, Sequence[int], str]]) -> list[Piece]:
+def trace(model: LoadableModel, tensors: Sequence[tuple[str, Sequence[int], str]]) -> list[Piece]:
     """Return the plan of this rank for ``tensors``: ``(name, shape, dtype)`` of all that are sent, in their order.
 
     Every element of every parameter is in exactly one piece, or is one that loading fills with a constant. The model is
@@ -81,7 +92,9 @@ class _Recording(TorchDispatchMode):
                     memory.parameters.append((name, tensor.data))
         self._numbers = {source.untyped_storage()._cdata: number for number, source in enumerate(sources)}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is aten.copy_.default and (memory := self._memory(args[0])) is not None:
             self._note(memory, args[0], args[1])
@@ -96,7 +109,7 @@ class _Recording(TorchDispatchMode):
             self._check(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         return func(*args, **kwargs)
 
-    def _check(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def _check(self, func: OpOverload, tensors: Sequence[torch.Tensor]) -> None:
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
         for tensor in tensors:
             if (memory := self._memory(tensor)) is not None:
@@ -120,7 +133,7 @@ class _Recording(TorchDispatchMode):
             memory.pieces.append(Piece.of_copy(number, memory.name, target, source))
 
 
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

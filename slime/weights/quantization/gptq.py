@@ -9,7 +9,7 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -134,7 +134,7 @@ def calibrate(weights: Chosen, target: Path, form: Int4, calibration: Calibratio
     model.save_pretrained(target, save_compressed=True)
 
 
-def windows(tokenizer: Any, calibration: Calibration) -> torch.Tensor:
+def windows(tokenizer: Callable[..., Mapping[str, Any]], calibration: Calibration) -> torch.Tensor:
     """Return random windows [samples, length] (int64) of the joined texts, the same ones every time.
 
     Raises ValueError for texts of fewer tokens than one window has.

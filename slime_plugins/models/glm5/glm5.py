@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
-def get_glm5_spec(args: Args, config: Any, vp_stage: int | None) -> Any:
+
+def get_glm5_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Raise ValueError: its sparse attention does not take packed sequences in megatron-core."""
     from slime.backends.megatron_utils.weights.maps import UNSUPPORTED
 

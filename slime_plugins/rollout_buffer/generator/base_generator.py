@@ -75,7 +75,7 @@ class ChatClient:
         extra_body: dict[str, Any] | None = None,
         extra_headers: dict[str, str] | None = None,
         timeout: float = TIMEOUT_S,
-        **params: Any,
+        **params: object,
     ) -> Reply:
         """Return the engine's reply. Raises requests' errors, ValueError for a stream."""
         if stream:
@@ -227,7 +227,7 @@ def chat(item: Item) -> Messages:
 
 
 def query_single_turn(
-    client: Any, messages: Messages, sampling_params: dict[str, Any], tools: list[dict[str, Any]] | None = None
+    client: ChatClient, messages: Messages, sampling_params: dict[str, Any], tools: list[dict[str, Any]] | None = None
 ) -> Messages:
     """Ask once; return the conversation with the answer."""
     reply = client.chat.completions.create(messages=messages, model="slime", tools=tools, **sampling_params)

@@ -61,6 +61,9 @@ FILES = {
             import made.top
         """,
     "wire.py": """
+        if TYPE_CHECKING:
+            from made.top import group
+
         async def post(payload):
             return getattr(payload, "limit")
         """,
@@ -127,6 +130,55 @@ def test_the_report_counts_lines_and_declared_flags(code: Code) -> None:
     assert measures["getattr on args"] == "2, of them 1 on declared flags"
     assert measures["lines that mypy checks"].startswith(f"{lines['middle.py']} (")
     assert measures["upward imports"].splitlines()[0] == "2"
+
+
+def test_reads_of_args_whose_type_is_known(tmp_path: Path) -> None:
+    """Known: ``a`` to ``f``; of another type: ``u`` to ``x``. The others have no annotation that could say it."""
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "__init__.py").write_text("")
+    (tmp_path / "made" / "base.py").write_text(
+        textwrap.dedent("""
+            class Base:
+                def __init__(self, args: Args) -> None:
+                    self.args = args
+                    self.rate = self.args.a
+
+            class Plain:
+                def __init__(self, args):
+                    self.rate = args.u
+            """)
+    )
+    (tmp_path / "made" / "reads.py").write_text(
+        textwrap.dedent("""
+            from made.base import Base as Above, Plain
+
+            class Below(Above):
+                def read(self, args: argparse.Namespace):
+                    return self.args.b, args.v
+
+            class Declared(other.Declared):
+                args: types.Args
+
+                def read(self):
+                    self.args.c = 1
+
+            class Unknown(Plain):
+                def read(self):
+                    return self.args.w
+
+            def outer(args: Args | None, *, key=lambda args: args.lambdas):
+                def inner():
+                    return args.d + (lambda x: args.e)(args.f.deeper)
+
+                def hides(args: Any):
+                    return args.x
+
+            def main():
+                args = parse_args()
+                return args.local
+            """)
+    )
+    assert Code(tmp_path, "made").typed_reads_of_args() == (6, 10)
 
 
 def test_lists_of_flags_any_and_long_functions(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,10 @@ from slime.backends.megatron_utils.state.parallel import (
 )
 from slime.utils.distributed_utils import control_group
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.transformer.module import MegatronModule
+
 # What torch and pickle raise for files that are not what was written.
 DAMAGE = (EOFError, OSError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile)
 
@@ -47,7 +51,12 @@ _SIZES = {
 
 
 def writer_for(
-    form: str, directory: Path, chunks: Chunks, optimizer: Any, common: dict[str, Any], device: torch.device
+    form: str,
+    directory: Path,
+    chunks: Chunks,
+    optimizer: ChainedOptimizer | None,
+    common: dict[str, Any],
+    device: torch.device,
 ) -> Callable[[], None]:
     """Return what writes this rank's part of a checkpoint into ``directory`` (collective, and so is what it returns).
 
@@ -72,7 +81,7 @@ def writer_for(
     return lambda: _write_torch(path, {**common, **state} if writes else None, optimizer)
 
 
-def _write_torch(path: Path, state: dict[str, Any] | None, optimizer: Any) -> None:
+def _write_torch(path: Path, state: dict[str, Any] | None, optimizer: ChainedOptimizer | None) -> None:
     path.parent.mkdir(exist_ok=True)
     if optimizer is not None and _is_distributed(optimizer):
         optimizer.save_parameter_state(str(path.with_name(_OPTIMIZER_FILE)))  # its data-parallel rank 0 writes
@@ -80,7 +89,9 @@ def _write_torch(path: Path, state: dict[str, Any] | None, optimizer: Any) -> No
         torch.save(state, path)
 
 
-def _write_dcp(directory: Path, state: dict[str, Any], optimizer: Any, common: dict[str, Any]) -> None:
+def _write_dcp(
+    directory: Path, state: dict[str, Any], optimizer: ChainedOptimizer | None, common: dict[str, Any]
+) -> None:
     if optimizer is not None:
         common = {**common, "optimizer": {place: {} for place in state["optimizer"] if isinstance(place, int)}}
         state = {**state, "optimizer": _in_words(state["optimizer"])}
@@ -94,7 +105,7 @@ def _in_words(state: dict[Any, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in state.items()}
 
 
-def _gathered(optimizer: Any, *, empty: bool = False) -> list[Any]:
+def _gathered(optimizer: ChainedOptimizer, *, empty: bool = False) -> list[Any]:
     """Return the parameters' state of every distributed optimizer of the chain; None where another rank has it."""
     return [part.get_parameter_state_dp_zero(empty_data=empty) for part in optimizer.chained_optimizers]
 
@@ -194,7 +205,7 @@ def shapes_of(directory: Path, key: str) -> set[tuple[int, ...]]:
 
 
 @torch.no_grad()
-def load_optimizer(directory: Path, form: str, common: dict[str, Any], optimizer: Any) -> None:
+def load_optimizer(directory: Path, form: str, common: dict[str, Any], optimizer: ChainedOptimizer) -> None:
     """Fill ``optimizer``. Collective. Raises ValueError for the state of another kind of optimizer."""
     distributed = _is_distributed(optimizer)
     if distributed != common.get("slime_distributed_optimizer", distributed):
@@ -237,16 +248,16 @@ def _trained(chunks: Chunks) -> int:
     return sum(p.numel() for _, chunk in chunks for p in chunk.parameters() if p.requires_grad)
 
 
-def _is_distributed(optimizer: Any) -> bool:
+def _is_distributed(optimizer: ChainedOptimizer) -> bool:
     return any(hasattr(part, "get_parameter_state_dp_zero") for part in optimizer.chained_optimizers)
 
 
-def _by_place(state: Any) -> dict[Any, Any]:
+def _by_place(state: dict[Any, Any] | list[Any]) -> dict[Any, Any]:
     """Return the states of a chain by number, as ``torch_dist`` has them; that of a single optimizer as it is."""
     return dict(enumerate(state)) if isinstance(state, list) else state
 
 
-def _named_tensors(chunk: Any) -> dict[str, Any]:
+def _named_tensors(chunk: MegatronModule) -> dict[str, Any]:
     return dict(chunk.state_dict_for_save_checkpoint())
 
 

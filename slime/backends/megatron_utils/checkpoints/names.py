@@ -18,7 +18,7 @@ PAIRS = (
 )
 
 
-def rename_to_stored(request: Any, stored: Collection[str]) -> list[str]:
+def rename_to_stored(request: dict[str, Any], stored: Collection[str]) -> list[str]:
     """Ask for norms, and their optimizer states, by the names that a checkpoint has; return those names.
 
     ``request``: a nested state dict of Megatron's sharded tensors, changed in place. ``stored``: the names of all
@@ -45,7 +45,7 @@ def take_unstored_states(request: dict[str, Any], stored: Collection[str]) -> di
     return {key: request.pop(key).data for key in absent}
 
 
-def _sharded(part: Any) -> Iterator[Any]:
+def _sharded(part: object) -> Iterator[Any]:
     if isinstance(part, dict):
         part = list(part.values())
     if isinstance(part, list | tuple):

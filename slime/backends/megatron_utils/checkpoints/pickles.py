@@ -148,7 +148,7 @@ def reading_plain_values(load: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate ``load(args, root, state, *, step, ...)``: it runs no code of the checkpoint without ``FLAG``."""
 
     @wraps(load)
-    def read(args: Args, root: str | Path, *others: Any, step: int | None = None, **options: Any) -> Any:
+    def read(args: Args, root: str | Path, *others: object, step: int | None = None, **options: object) -> Any:
         directory, _ = checkpoint_dir.find_checkpoint(root, step)
         with plain_values_only(directory, trusted=args.unpickle_checkpoints):
             return load(args, root, *others, step=step, **options)

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,12 @@ from slime.backends.megatron_utils.state.parallel import (
 from slime.utils import digests
 from slime.utils.distributed_utils import control_group
 
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.transformer.module import MegatronModule
+
 
 def in_process_strategy(*, parallel_over_dp: bool) -> Any:
     """Return Megatron's ``torch_dist`` save strategy, writing from this process.
@@ -78,7 +85,7 @@ def in_process_strategy(*, parallel_over_dp: bool) -> Any:
     filesystem_async._results_queue = queue.Queue()
 
     class InProcessStrategy(TorchDistSaveShardedStrategy):
-        def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+        def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: object) -> Any:
             request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
             if request.async_fn is None:
                 return request
@@ -92,7 +99,9 @@ def in_process_strategy(*, parallel_over_dp: bool) -> Any:
     return strategy
 
 
-def _write(filesystem_async: Any, transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue) -> None:
+def _write(
+    filesystem_async: ModuleType, transforms: list[Any], rank: int, buckets: list[Any], results: queue.Queue
+) -> None:
     """Write ``buckets`` one by one and put {bucket number: results} into ``results``. Raises what writing raised."""
     written: dict[int, Any] = {}
     for number, bucket in enumerate(buckets):
@@ -170,10 +179,8 @@ def load_checkpoint(
             common = dist_checkpointing.load_common_state_dict(str(directory))
         else:
             common = read_common(directory, form, _named_chunks(state.model), with_optimizer=goes_on)
-    if not compared and common.get(HAS_DIGESTS):
-        raise ValueError(f"checkpoint {directory} has lost its {digests.FILE}. {WAY_BACK}")
     if not compared:
-        logger.info("%s has no digests (slime <= 0.3.1 and Megatron-LM write none): it is not compared", directory)
+        _check_never_had_digests(directory, common)
     check_described(common.get("slime_lora"), state.adapters, directory)
     with_optimizer = goes_on and "optimizer" in common and not _is_stateless(args)
     if goes_on and not with_optimizer and not _is_stateless(args):
@@ -212,7 +219,15 @@ def load_checkpoint(
     return None if finetune else iteration
 
 
-def _restore_optimizer(args: Args, optimizer: Any, form: str, loaded: dict[str, Any], directory: Path) -> None:
+def _check_never_had_digests(directory: Path, common: dict[str, Any]) -> None:
+    if common.get(HAS_DIGESTS):
+        raise ValueError(f"checkpoint {directory} has lost its {digests.FILE}. {WAY_BACK}")
+    logger.info("%s has no digests (slime <= 0.3.1 and Megatron-LM write none): it is not compared", directory)
+
+
+def _restore_optimizer(
+    args: Args, optimizer: ChainedOptimizer, form: str, loaded: dict[str, Any], directory: Path
+) -> None:
     """Fill ``optimizer`` from what was loaded; in formats other than torch_dist each rank reads its own file here."""
     rates = [dict(group) for group in _groups(optimizer)]
     if form == TORCH_DIST:
@@ -437,7 +452,7 @@ def _is_stateless(args: Args) -> bool:
     return args.use_stateless_adam
 
 
-def _writing(request: Any, *, copy: bool) -> Callable[[], dict[str, str]]:
+def _writing(request: AsyncRequest, *, copy: bool) -> Callable[[], dict[str, str]]:
     """Return what writes the tensors of Megatron's ``request``; of copies of them, if training continues meanwhile.
 
     It returns the digests of the files that it has written, of which the memory still has a copy.
@@ -455,7 +470,7 @@ def _writing(request: Any, *, copy: bool) -> Callable[[], dict[str, str]]:
     return write
 
 
-def _staged(buckets: Any, *, copy: bool) -> Any:
+def _staged(buckets: list[Any], *, copy: bool) -> Any:
     if not copy:
         return buckets
     return [
@@ -487,13 +502,13 @@ def _sharded_state(
     return sharded
 
 
-def _part(state: TrainerState, chunk: Any, sharded: dict[str, Any]) -> dict[str, Any]:
+def _part(state: TrainerState, chunk: MegatronModule, sharded: dict[str, Any]) -> dict[str, Any]:
     if state.adapters is not None:
         return trained_part(chunk, sharded)
     return base_part(sharded) if state.base_only else sharded
 
 
-def _part_in_plain(state: TrainerState, chunk: Any, without: str | None) -> dict[str, Any]:
+def _part_in_plain(state: TrainerState, chunk: MegatronModule, without: str | None) -> dict[str, Any]:
     """Return the tensors of a chunk that are read from a checkpoint that holds state dicts as they are."""
     whole = chunk.state_dict_for_save_checkpoint()
     named = base_part(whole) if state.base_only else whole
@@ -511,11 +526,11 @@ def _freezes_some_anywhere(model: Sequence[torch.nn.Module]) -> bool:
     return bool(found.item())
 
 
-def _groups(optimizer: Any) -> list[dict[str, Any]]:
+def _groups(optimizer: ChainedOptimizer) -> list[dict[str, Any]]:
     return [group for inner in torch_optimizers(optimizer) for group in inner.param_groups]
 
 
-def _restore_limits(optimizer: Any, rates: list[dict[str, Any]]) -> None:
+def _restore_limits(optimizer: ChainedOptimizer, rates: list[dict[str, Any]]) -> None:
     """Give every group the limits of its learning rate that it had in ``rates``, from this run's flags.
 
     The schedule goes by these, not by its own; those of the checkpoint are of an earlier run's flags, and of another

@@ -157,10 +157,12 @@ class _Into(LoadPlanner):
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         """It is in its place already."""
 
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
         self._not_used()
 
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self._not_used()
 
     def create_local_plan(self) -> LoadPlan:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from slime.backends.megatron_utils.weights.merging import ADAPTER
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.weights.maps import Rule
+
+    class Parts(TypedDict):
+        """Keyword arguments of ``Adapter``."""
+
+        rows: Mapping[str, int]
+        targets: Sequence[str]
+        order: Tensor | None
+
 
 Kind = Literal["column", "row", "replicated"]
 
@@ -121,7 +129,9 @@ class Adapter(torch.nn.Module):
 class LinearAdapter(Adapter):
     """The adapters of a column-parallel, row-parallel or replicated layer; ``hook`` adds them to the layer's output."""
 
-    def __init__(self, form: Form, kind: Kind, rule: Rule, layer: int | None, *, inputs: int, **parts: Any) -> None:
+    def __init__(
+        self, form: Form, kind: Kind, rule: Rule, layer: int | None, *, inputs: int, **parts: Unpack[Parts]
+    ) -> None:
         super().__init__(form, kind, rule, layer, **parts)
         for name in self.targets:
             seed = f"{rule.hf[list(self.rows).index(name)]} {layer}"

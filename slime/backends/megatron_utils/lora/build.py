@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +16,7 @@ from slime.backends.megatron_utils.state.parallel import (
     gather_from_world,
     tensor_parallel,
 )
-from slime.backends.megatron_utils.weights.layouts import QueryKeyValue, Replicated, RowParallel, Vocabulary
+from slime.backends.megatron_utils.weights.layouts import Dims, QueryKeyValue, Replicated, RowParallel, Vocabulary
 from slime.backends.megatron_utils.weights.maps import Family, Rule
 from slime.backends.megatron_utils.weights.merging import ADAPTER
 from slime.backends.megatron_utils.weights.naming import (
@@ -26,6 +26,9 @@ from slime.backends.megatron_utils.weights.naming import (
     model_dims,
     model_family,
 )
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.lora.adapter import Parts
 
 ALL_LINEAR = "all-linear"
 _DOWN_PROJECTIONS = ("self_attention.linear_q_down_proj.weight", "self_attention.linear_kv_down_proj.weight")
@@ -77,7 +80,7 @@ def add_adapters(args: Args, models: Sequence[torch.nn.Module]) -> None:
         )
 
 
-def _requiring_grad(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+def _requiring_grad(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
     """Recomputed layers have gradients only if their input asks for one, which that of a frozen embedding does not."""
     del module, inputs
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output
@@ -144,7 +147,7 @@ def _add(args: Args, models: Sequence[torch.nn.Module], site: Site, targets: set
         seed=args.seed or 0,
         sequence_parallel=config.sequence_parallel and ranks.size > 1,
     )
-    parts: dict[str, Any] = {"rows": rows, "targets": wanted, "order": _order(site, rows, dims)}
+    parts: Parts = {"rows": rows, "targets": wanted, "order": _order(site, rows, dims)}
     inputs = site.weight.shape[1]
     adapter: Adapter
     if site.experts:
@@ -157,7 +160,7 @@ def _add(args: Args, models: Sequence[torch.nn.Module], site: Site, targets: set
     return True
 
 
-def _check_layout(site: Site, wanted: list[str], size: int, dims: Any) -> None:
+def _check_layout(site: Site, wanted: list[str], size: int, dims: Dims) -> None:
     names = f"--lora-target-modules {' '.join(wanted)}"
     if isinstance(site.rule.layout, QueryKeyValue) and dims.num_query_groups % size:
         raise ValueError(
@@ -171,7 +174,7 @@ def _check_layout(site: Site, wanted: list[str], size: int, dims: Any) -> None:
         )
 
 
-def _order(site: Site, rows: dict[str, int], dims: Any) -> torch.Tensor | None:
+def _order(site: Site, rows: dict[str, int], dims: Dims) -> torch.Tensor | None:
     """Return which row of the projections, one below the other, is where in Megatron's weight; None: as they come."""
     total = sum(rows.values())
     numbered = torch.arange(total).split(list(rows.values()))

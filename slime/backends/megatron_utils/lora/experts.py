@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from slime.backends.megatron_utils.lora.adapter import Adapter, Form, Kind, Proj
 from slime.backends.megatron_utils.state.parallel import Ranks, expert_parallel, expert_tensor_parallel
 
 if TYPE_CHECKING:
+    from slime.backends.megatron_utils.lora.adapter import Parts
     from slime.backends.megatron_utils.weights.maps import Rule
 
 
@@ -24,7 +25,7 @@ class ExpertAdapter(Adapter):
     """
 
     def __init__(
-        self, form: Form, kind: Kind, rule: Rule, layer: int | None, *, inputs: int, count: int, **parts: Any
+        self, form: Form, kind: Kind, rule: Rule, layer: int | None, *, inputs: int, count: int, **parts: Unpack[Parts]
     ) -> None:
         super().__init__(form, kind, rule, layer, **parts)
         ranks = expert_tensor_parallel()

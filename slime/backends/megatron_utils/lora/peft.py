@@ -158,13 +158,12 @@ def _check_config(args: Args, directory: Path, targets: list[str]) -> None:
     wrong = [f"{key} {config[key]!r}" for key, unused in _UNUSED.items() if config.get(key, unused) not in (unused, [])]
     if wrong:
         raise ValueError(f"--lora-adapter-path {directory} has {', '.join(wrong)}, which adapters here do not have")
-    expected: list[tuple[str, str, float]] = [
-        ("--lora-rank", "r", args.lora_rank),
-        ("--lora-alpha", "lora_alpha", args.lora_alpha),
-    ]
-    for flag, key, own in expected:
-        if config.get(key) != own:
-            raise ValueError(f"--lora-adapter-path {directory} has {key} {config.get(key)}, and {flag} is {own}")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if rank != args.lora_rank:
+        raise ValueError(f"--lora-adapter-path {directory} has r {rank}, and --lora-rank is {args.lora_rank}")
+    if alpha != args.lora_alpha:
+        what = f"--lora-adapter-path {directory} has lora_alpha {alpha}"
+        raise ValueError(f"{what}, and --lora-alpha is {args.lora_alpha}")
     modules = config.get("target_modules")
     if isinstance(modules, list) and sorted(modules) != targets:
         raise ValueError(

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -31,6 +31,22 @@ from torch.nn.attention.varlen import varlen_attn
 
 from slime.arguments.command_line import flags_where
 from slime.utils import accelerator
+
+if TYPE_CHECKING:
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    from slime.utils.autograd import Context
+
+    class _ProductsContext(Context):
+        scale: float
+        sizes: tuple[int, int, int]
+
+    class _GroupContext(Context):
+        group: torch.distributed.ProcessGroup
+
 
 try:  # only CUDA machines have it, and it is optional there
     from flash_attn import flash_attn_varlen_func
@@ -94,7 +110,7 @@ class _CausalProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: _ProductsContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         b, s, n, _ = q.shape
         g = k.size(2)
         q, k, v = _by_group(q, g), _by_group(k, g), _by_group(v, g)
@@ -107,7 +123,7 @@ class _CausalProducts(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+    def backward(ctx: _ProductsContext, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
         q, k, v, p = ctx.saved_tensors
         b, s, n = ctx.sizes
         grad = _by_group(grad.reshape(b, s, n, v.size(-1)), len(k) // b)
@@ -215,7 +231,7 @@ def packed_segments(
     return [Segment(*(x.unflatten(0, run) for x in parts)) for run, *parts in zip(runs, *split, strict=True)]
 
 
-def sequence_lengths(packed_seq_params: Any) -> list[int]:
+def sequence_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
     """Return the padded global length of every packed sequence.
 
     Kept with the parameters: reading them from the device once per micro-batch, not in every layer.
@@ -238,15 +254,15 @@ class TorchCoreAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
-        pg_collection: Any = None,
-        **_: Any,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
     ) -> None:
         super().__init__(config=config)
         flags = flags_where(lambda traits: traits.needs_te)
@@ -270,7 +286,7 @@ class TorchCoreAttention(MegatronModule):
         attention_mask: torch.Tensor | None = None,
         attn_mask_type: AttnMaskType | None = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """Return the context: ``[t, 1, n*dv]`` for thd input ``[t, n, d]``, ``[s, b, n*dv]`` for sbhd ``[s, b, n, d]``.
 
@@ -344,7 +360,7 @@ class TorchCoreAttention(MegatronModule):
 class DuplicatedLinear(torch.nn.Module):
     """A linear layer without bias that every tensor-parallel rank holds whole, as TransformerEngine's is here."""
 
-    def __init__(self, config: Any, input_size: int, output_size: int) -> None:
+    def __init__(self, config: MLATransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__()
         device = "cpu" if config.use_cpu_initialization else accelerator.current_device()
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
@@ -366,13 +382,13 @@ class SummedGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: _GroupContext, x: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
         """Return ``x``."""
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _GroupContext, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         """Return the sum over the group."""
         total = gradients[0].clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
@@ -388,7 +404,14 @@ class LatentSelfAttention(MLASelfAttention):
     ``q_layernorm``, which each rank has whole, is taken for one to be summed over the ranks.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, duplicate: bool, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: MLASelfAttentionSubmodules,
+        *args: object,
+        duplicate: bool,
+        **kwargs: object,
+    ) -> None:
         super().__init__(config, submodules, *args, **kwargs)
         if duplicate:
             rotated = config.qk_pos_emb_head_dim
@@ -401,14 +424,16 @@ class LatentSelfAttention(MLASelfAttention):
         for parameter in self.q_layernorm.parameters() if config.q_lora_rank is not None else ():
             parameter.average_gradients_across_tp_domain = True  # the mean of equal gradients changes nothing
 
-    def _sum_rotated_gradient(self, module: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    def _sum_rotated_gradient(
+        self, module: torch.nn.Module, inputs: object, outputs: tuple[torch.Tensor, torch.Tensor | None]
+    ) -> Any:
         combined, bias = outputs
         latent, rotated = combined.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
         rotated = SummedGradient.apply(rotated, self.tp_group)
         return torch.cat([latent, rotated], dim=-1), bias
 
 
-def fix_mla_tp_gradients(block: Any, *, duplicate: bool) -> Any:
+def fix_mla_tp_gradients(block: TransformerBlockSubmodules, *, duplicate: bool) -> Any:
     """Exchange megatron's latent attention for :class:`LatentSelfAttention` in the spec of a block, in place.
 
     ``duplicate``: whether the down-projections are to be duplicated (TransformerEngine's are).

@@ -7,7 +7,7 @@ Import after ``import_megatron()``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -21,6 +21,9 @@ from torch.nn import functional as F
 
 from slime.utils import accelerator
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 ROUTED_EXPERTS = ".mlp.experts."
 
 
@@ -31,7 +34,9 @@ class GroupedLinear(torch.nn.Module):
     halves of a gated layer one above the other.
     """
 
-    def __init__(self, config: Any, shape: tuple[int, int], count: int, *, split: int, stride: int = 1) -> None:
+    def __init__(
+        self, config: TransformerConfig, shape: tuple[int, int], count: int, *, split: int, stride: int = 1
+    ) -> None:
         super().__init__()
         self.count, self.split = count, split
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
@@ -64,7 +69,9 @@ class GroupedExperts(MegatronModule):
     multiplies with its own shards, and there is no communication in here.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, submodules: object = None, pg_collection: Any = None
+    ) -> None:
         super().__init__(config=config)
         if config.add_bias_linear:
             raise ValueError("experts with biases need TransformerEngine; give --disable-bias-linear")
@@ -143,7 +150,7 @@ class GroupedExperts(MegatronModule):
         return state
 
 
-def _is_swiglu(config: Any) -> bool:
+def _is_swiglu(config: TransformerConfig) -> bool:
     plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
     return plain and config.gated_linear_unit and config.activation_func is F.silu
 

@@ -56,11 +56,11 @@ class StraightThrough(torch.autograd.Function):
     """``rounding(weight)``, whose gradient is that of ``weight``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def forward(ctx: object, weight: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return rounding(weight.detach())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0], None
 
 
@@ -147,7 +147,7 @@ def compute_rounded(module: torch.nn.Module, roundings: Mapping[str, Rounding]) 
     method = "expert" if grouped else "forward"
     original: Callable[..., Any] = getattr(module, method)
 
-    def rounded(*inputs: Any, **options: Any) -> Any:
+    def rounded(*inputs: object, **options: object) -> Any:
         names = (f"weight{inputs[0]}",) if grouped else roundings
         try:
             for name in names:  # found before the parameter, which is not an attribute of the object itself

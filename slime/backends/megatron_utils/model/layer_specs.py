@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
@@ -19,6 +19,12 @@ from slime.backends.megatron_utils.model.attention import TorchCoreAttention, fi
 from slime.backends.megatron_utils.model.experts import GroupedExperts
 from slime.utils import accelerator
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from slime.utils.autograd import Context
+
 logger = logging.getLogger(__name__)
 
 NORMS = ("post_self_attn_layernorm", "post_mlp_layernorm")
@@ -31,7 +37,7 @@ class TorchRMSNorm(torch.nn.Module):
     factor is ``1 + weight``. Raises ValueError for any other normalization (there the message says what to do).
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(
@@ -70,7 +76,7 @@ class _CpuRMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         r = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
@@ -78,7 +84,7 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Context, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         x, weight, r = ctx.saved_tensors
         width = x.size(-1)
         both = g * x
@@ -94,7 +100,14 @@ class PostNormTransformerLayer(TransformerLayer):
     self_attn_bda: Any
     mlp_bda: Any
 
-    def __init__(self, config: Any, *args: Any, norm: Any, post_norms: tuple[str, ...], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *args: object,
+        norm: Callable[..., torch.nn.Module],
+        post_norms: tuple[str, ...],
+        **kwargs: object,
+    ) -> None:
         super().__init__(config, *args, **kwargs)
         for name in post_norms:
             setattr(self, name, norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon))
@@ -119,7 +132,7 @@ def normed_first(norm: torch.nn.Module, bias_dropout_add: Callable[..., Any]) ->
     return build
 
 
-def with_post_norms(args: Args, block: Any) -> Any:
+def with_post_norms(args: Args, block: TransformerBlockSubmodules) -> Any:
     """Return the block spec with the norms that the flags ask for; unchanged without them."""
     asked = tuple(name for name in NORMS if getattr(args, name, False))
     if asked:
@@ -140,7 +153,7 @@ def use_transformer_engine(args: Args) -> bool:
     return wanted and gpt_layer_specs.HAVE_TE and accelerator.device_type() == "cuda"
 
 
-def decoder_block_spec(args: Args, config: Any, vp_stage: int | None = None) -> Any:
+def decoder_block_spec(args: Args, config: TransformerConfig, vp_stage: int | None = None) -> Any:
     """Return the spec of this pipeline stage's layers.
 
     TransformerEngine's where :func:`use_transformer_engine`; otherwise megatron's local one with core attention, norms
@@ -158,7 +171,7 @@ def decoder_block_spec(args: Args, config: Any, vp_stage: int | None = None) -> 
     return with_post_norms(args, fix_mla_tp_gradients(block, duplicate=not with_te))
 
 
-def _with_torch_modules(block: Any) -> Any:
+def _with_torch_modules(block: TransformerBlockSubmodules) -> Any:
     block.layer_norm = TorchRMSNorm
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         parts = layer.submodules
@@ -176,7 +189,7 @@ def _with_torch_modules(block: Any) -> Any:
     return block
 
 
-def mtp_block_spec(args: Args, config: Any) -> Any:
+def mtp_block_spec(args: Args, config: TransformerConfig) -> Any:
     """Return the spec of ``--mtp-num-layers`` MTP layers: each has a layer like the last one.
 
     Where some layers have linear attention these have full attention, which is the built-in layer.

@@ -47,7 +47,7 @@ def rope_settings(args: Args) -> dict[str, Any]:
     return settings
 
 
-def _default(value: Any, default: Any) -> Any:
+def _default(value: float | None, default: float) -> Any:
     return default if value is None else value
 
 
@@ -156,7 +156,7 @@ def _same_named(config_class: type, args: Args) -> dict[str, Any]:
 
 
 def _translated(args: Args) -> dict[str, Any]:
-    def get(name: str, default: Any = None) -> Any:
+    def get(name: str, default: object = None) -> Any:
         value = getattr(args, name, None)
         return default if value is None else value
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import Depth, MTPTargets, needs_shared_embedding
 from slime.backends.megatron_utils.state.parallel import unwrap
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 ATTENTION_INPUTS = (
     *("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params"),
     "sequence_len_offset",
@@ -41,7 +45,7 @@ ATTENTION_INPUTS = (
 class MTPLayer(MultiTokenPredictionLayer):
     """Megatron's layer, which is given the embeddings of the tokens to see instead of tokens to roll."""
 
-    def forward(self, hidden_states: Tensor, embeddings: Tensor, **attention: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, embeddings: Tensor, **attention: object) -> Tensor:
         """Return the hidden states, normalized, for ``hidden_states`` and ``embeddings``, all [t, 1, hidden]."""
 
         def run(hidden_states: Tensor, embeddings: Tensor) -> Tensor:
@@ -59,7 +63,9 @@ class GPTModelWithMTP(GPTModel):
     they are not run.
     """
 
-    def __init__(self, args: Args, config: Any, mtp_spec: Any, **keywords: Any) -> None:
+    def __init__(
+        self, args: Args, config: TransformerConfig, mtp_spec: MultiTokenPredictionBlockSubmodules, **keywords: object
+    ) -> None:
         super().__init__(config=config, **keywords)
         self.mtp = MultiTokenPredictionBlock(config, mtp_spec, vp_stage=keywords.get("vp_stage"))
         self.vocab = args.vocab_size
@@ -67,7 +73,7 @@ class GPTModelWithMTP(GPTModel):
         self.embedding_copy: Tensor | None = None
         self._further: MTPTargets | None = None
 
-    def forward(self, *args: Any, mtp_targets: MTPTargets | None = None, **keywords: Any) -> Tensor:
+    def forward(self, *args: object, mtp_targets: MTPTargets | None = None, **keywords: object) -> Tensor:
         """Return the logits [1, t, vocab_local], as megatron's forward without labels."""
         self._further = mtp_targets
         try:
@@ -75,7 +81,7 @@ class GPTModelWithMTP(GPTModel):
         finally:
             self._further = None
 
-    def _postprocess(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, **keywords: object) -> Tensor:
         if self._further is not None:
             attention = {name: keywords.get(name) for name in ATTENTION_INPUTS}
             losses = []

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,11 @@ from slime.backends.megatron_utils.weights.naming import is_value_head
 from slime.models.shape import padded_vocab_size
 from slime.utils import accelerator
 from slime.utils.misc import load_function
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 Provider = Callable[..., torch.nn.Module]
 
@@ -66,7 +71,7 @@ def get_model(args: Args, *, wrap_with_ddp: bool = True, with_value_head: bool =
     return _with_ddp(args, config, models) if wrap_with_ddp else models
 
 
-def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
+def _on_device(config: TransformerConfig, model: torch.nn.Module) -> torch.nn.Module:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import Float16Module
 
@@ -85,7 +90,7 @@ def _on_device(config: Any, model: torch.nn.Module) -> torch.nn.Module:
     return half
 
 
-def model_provider(args: Args, config: Any) -> Provider:
+def model_provider(args: Args, config: TransformerConfig) -> Provider:
     """Return the callable that builds a stage: ``provider(pre_process=..., post_process=..., vp_stage=...)``.
 
     In this order: ``--custom-model-provider-path``; a ``--spec`` that is itself a provider; the built-in GPT model.
@@ -115,7 +120,7 @@ def model_provider(args: Args, config: Any) -> Provider:
     return build
 
 
-def _calling_with_known(function: Provider, flag: str, **offered: Any) -> Provider:
+def _calling_with_known(function: Provider, flag: str, **offered: object) -> Provider:
     """Return ``function`` called by keyword, with ``vp_stage`` and what is ``offered`` only if it names them.
 
     Raises TypeError when it returns no module.
@@ -135,8 +140,8 @@ def _calling_with_known(function: Provider, flag: str, **offered: Any) -> Provid
 
 def gpt_model(
     args: Args,
-    config: Any,
-    layer_spec: Any,
+    config: TransformerConfig,
+    layer_spec: ModuleSpec | TransformerBlockSubmodules,
     *,
     pre_process: bool = True,
     post_process: bool = True,
@@ -216,7 +221,7 @@ def _freeze_mtp(args: Args, models: Sequence[torch.nn.Module]) -> None:
             mtp.requires_grad_(False)
 
 
-def _with_ddp(args: Args, config: Any, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
+def _with_ddp(args: Args, config: TransformerConfig, models: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     from megatron.core.distributed import DistributedDataParallel
 
     wrapped = [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from slime.arguments.args import Args
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 VALUE_HEAD = "output_layer"
 """The attribute of megatron's GPTModel, and so the beginning of the head's names in checkpoints."""
@@ -24,7 +27,7 @@ class ValueHead(torch.nn.Module):
     all ranks and in every layout.
     """
 
-    def __init__(self, config: Any, *, std: float, seed: int) -> None:
+    def __init__(self, config: TransformerConfig, *, std: float, seed: int) -> None:
         super().__init__()
         drawn = torch.empty(1, config.hidden_size).normal_(0.0, std, generator=torch.Generator().manual_seed(seed))
         self.weight = torch.nn.Parameter(drawn.to(config.params_dtype))
@@ -48,7 +51,7 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-def put_value_head(args: Args, config: Any, model: torch.nn.Module) -> None:
+def put_value_head(args: Args, config: TransformerConfig, model: torch.nn.Module) -> None:
     """Exchange the output layer of a last pipeline stage for a fresh ``ValueHead``.
 
     Raises ValueError for a model that has none, or whose output layer is its input embedding.

@@ -22,11 +22,14 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from slime.utils.autograd import Context
 
 PACKAGES = ("megatron", "mbridge")
 LITERALS = {
@@ -40,7 +43,7 @@ LITERALS = {
 _CPU = torch.device("cpu")
 
 
-def swap_literals(constant: Any) -> Any:
+def swap_literals(constant: object) -> Any:
     """Return ``constant`` (of a code object; nested tuples, frozensets and code included) with LITERALS replaced."""
     if isinstance(constant, str):
         return LITERALS.get(constant, constant)
@@ -77,14 +80,14 @@ class _CpuFinder(importlib.abc.MetaPathFinder):
 class CpuStream:
     """The one, always current, always idle stream of a CPU."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
 
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: Any = None) -> Any:
+    def record_event(self, event: CpuEvent | None = None) -> Any:
         return event or CpuEvent()
 
     def query(self) -> bool:
@@ -106,17 +109,17 @@ class CpuStream:
 class CpuEvent:
     """An event that has always happened already."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: object, **kwargs: object) -> None:
         del args, kwargs
 
-    def record(self, stream: Any = None) -> None: ...
-    def wait(self, stream: Any = None) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Any) -> float:
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
 
@@ -175,22 +178,22 @@ def _patch_torch_cuda_for_cpu() -> None:
     module.cuda = lambda self, device=None: self
 
 
-def _returning(value: Any) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
+def _returning(value: object) -> Callable[..., Any]:
+    def stub(*args: object, **kwargs: object) -> Any:
         return value
 
     return stub
 
 
-def _itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def _itself(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     return self
 
 
-def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_rng_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_rng_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -229,14 +232,17 @@ def _not_about_the_cpu_generator(record: logging.LogRecord) -> bool:
     return "CPU RNG state changed" not in record.getMessage()
 
 
-def _tensor_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _tensor_on_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _gathering_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
     def gather(
-        input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if output_split_sizes is None or len(set(output_split_sizes)) == 1:
             return plain(input_, group, output_split_sizes, use_global_buffer)
@@ -252,7 +258,10 @@ def _gathering_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[...
 def _reducing_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(plain)
     def reduce_scatter(
-        input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+        input_: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if input_split_sizes is None or len(set(input_split_sizes)) == 1:
             return plain(input_, group, input_split_sizes, use_global_buffer)
@@ -263,7 +272,9 @@ def _reducing_unequal_parts(plain: Callable[..., torch.Tensor]) -> Callable[...,
     return reduce_scatter
 
 
-def _pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+def _pos_emb_on_this_cp_rank(
+    pos_emb: torch.Tensor, seq_dim: int, cp_group: torch.distributed.ProcessGroup
+) -> torch.Tensor:
     chunks = pos_emb.chunk(2 * cp_group.size(), dim=seq_dim)
     rank = cp_group.rank()
     return torch.cat([chunks[rank], chunks[-1 - rank]], dim=seq_dim)
@@ -281,7 +292,7 @@ def multiplying_with_onednn(plain: Callable[..., Tensor]) -> Callable[..., Tenso
         return plain
 
     @functools.wraps(plain)
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: Any, **options: Any) -> Tensor:
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None, *args: object, **options: object) -> Tensor:
         names = ("gradient_accumulation_fusion", "allreduce_dgrad", "sequence_parallel", "grad_output_buffer")
         asked = {**dict(zip(names, args, strict=False)), **options}
         plainly = not any(asked.get(name) for name in names[:3]) and asked.get("grad_output_buffer") is None
@@ -296,13 +307,13 @@ class _Linear(torch.autograd.Function):
     """``x @ weight.T + bias`` [..., n] of ``x`` [..., k] and ``weight`` [n, k]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         return _product(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
         grad_x = _product(grad, weight.t()) if ctx.needs_input_grad[0] else None
         rows = grad.reshape(-1, grad.size(-1))

@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
 _applied: tuple[str, ...] | None = None
 
@@ -47,7 +51,7 @@ def patch_restoring_adam_step() -> bool:
         return False
 
     @functools.wraps(original)
-    def restore(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    def restore(self: DistributedOptimizer, model_param: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
         group, order = self.model_param_group_index_map[model_param]
         state = self.optimizer.state.get(self.optimizer.param_groups[group]["params"][order], {})
         if "step" in state and "step" not in tensors:
@@ -71,7 +75,7 @@ def patch_shared_adam_step() -> bool:
         return False
 
     @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         original(self, state_dict)
         for state in self.optimizer.state.values():
             if torch.is_tensor(state.get("step")):
@@ -94,7 +98,7 @@ def patch_state_of_no_parameters() -> bool:
         return False
 
     @functools.wraps(original)
-    def state_dict(self: Any) -> dict[str, Any]:
+    def state_dict(self: DistributedOptimizer) -> dict[str, Any]:
         if self.optimizer.state:
             return original(self)
         groups = [
@@ -121,7 +125,7 @@ def patch_recompute_without_fp8() -> bool:
         return False
 
     @functools.wraps(original)
-    def __init__(self: Any, fp8: Any = None) -> None:
+    def __init__(self: CheckpointWithoutOutput, fp8: object = None) -> None:
         original(self, fp8 or None)
 
     CheckpointWithoutOutput.__init__ = __init__

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from slime.utils.autograd import Context
 
 
 def rotating_packed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -40,7 +43,7 @@ def rotating_packed(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return rotate
 
 
-def _packed_angles(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_group: Any) -> Tensor:
+def _packed_angles(t: Tensor, cu_seqlens: Tensor, freqs: Tensor, cp_group: torch.distributed.ProcessGroup) -> Tensor:
     """Return [tokens, 1, d]: of every token of this rank, as megatron looks them up."""
     from megatron.core.models.common.embeddings.rope_utils import _get_thd_freqs_on_this_cp_rank
 
@@ -63,14 +66,14 @@ class _Rotation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, t: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         sin_a, sin_b = sin.chunk(2, -1)
         return _rotated(t, cos, sin_a, sin_b, 1)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
         sin_a, sin_b = sin.chunk(2, -1)
         return _rotated(grad, cos, sin_b, sin_a, -1), None, None

@@ -14,13 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.state.host_copy import HostCopy
 from slime.backends.megatron_utils.state.parallel import gather_from_world
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -43,7 +46,7 @@ def main_params(optimizer: Any | None) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def rebuild(model: Sequence[Any], optimizer: Any) -> None:
+def rebuild(model: Sequence[Any], optimizer: ChainedOptimizer) -> None:
     """Write the weights again from the masters and gather them (collective over the data-parallel ranks)."""
     for inner in _with_main_params(optimizer):
         inner._copy_main_params_to_model_params()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,11 @@ from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.stateless_adam import instead_of_adam
 from slime.utils import accelerator
 
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def optimizer_config_from_args(args: Args, model_config: Any) -> Any:
+def optimizer_config_from_args(args: Args, model_config: TransformerConfig) -> Any:
     """Return the ``OptimizerConfig``: the arguments with the names of its fields, dtypes where they name some.
 
     The parameters' dtype is that of ``model_config``.
@@ -67,7 +72,7 @@ def build_optimizer(args: Args, model: Sequence[torch.nn.Module]) -> Any:
     return optimizer
 
 
-def allocate_adam_state(optimizer: Any) -> None:
+def allocate_adam_state(optimizer: ChainedOptimizer) -> None:
     """Create the state that ``torch.optim.Adam(W)`` otherwise creates in its first ``step()``.
 
     Megatron's sharded state dict asserts that it is there, both for a save before the first step and as the target
@@ -86,7 +91,7 @@ def allocate_adam_state(optimizer: Any) -> None:
                     )
 
 
-def choose_adam_kernel(optimizer: Any) -> None:
+def choose_adam_kernel(optimizer: ChainedOptimizer) -> None:
     """Let ``torch.optim.Adam(W)`` step in one kernel on CUDA; call after every load of its state, too.
 
     Its usual path there copies a moment of all parameters at once: 4 bytes per parameter on top of a full GPU. The
@@ -105,7 +110,7 @@ def choose_adam_kernel(optimizer: Any) -> None:
                     state["step"] = state["step"].to(parameter.device if fused else "cpu")
 
 
-def reset_optimizer_states(optimizer: Any) -> None:
+def reset_optimizer_states(optimizer: ChainedOptimizer) -> None:
     """Zero moments and step counts in place (``--reset-optimizer-states``), not the weights that some keep there."""
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:
@@ -119,7 +124,7 @@ def reset_optimizer_states(optimizer: Any) -> None:
                     state[name] = 0
 
 
-def build_scheduler(args: Args, optimizer: Any) -> Any:
+def build_scheduler(args: Args, optimizer: ChainedOptimizer) -> Any:
     """Return Megatron's ``OptimizerParamScheduler``. Its unit is samples: it advances by the global batch size a step.
 
     ``--lr-decay-iters`` and ``--lr-wsd-decay-iters`` count optimizer steps; ``--lr-decay-iters`` defaults to the
@@ -154,7 +159,7 @@ def build_scheduler(args: Args, optimizer: Any) -> Any:
     )
 
 
-def with_length_of_run(args: Args, scheduler: Any, saved: dict[str, Any]) -> dict[str, Any]:
+def with_length_of_run(args: Args, scheduler: OptimizerParamScheduler, saved: dict[str, Any]) -> dict[str, Any]:
     """Return the ``saved`` state of a schedule, whose lengths are those of ``scheduler`` where no flag gives them.
 
     They follow from ``--num-rollout`` then, and a run that is to be longer than the saved one continues.
@@ -189,7 +194,7 @@ EXPERTS = 1
 """The place of the experts' optimizer in the chain."""
 
 
-def check_optimizers(saved: dict[Any, Any], optimizer: Any, directory: Path) -> None:
+def check_optimizers(saved: dict[Any, Any], optimizer: ChainedOptimizer, directory: Path) -> None:
     """Raise ValueError for the state of another number of optimizers than ``optimizer`` chains.
 
     That of one for experts and the rest (as Megatron saves where it does not divide experts) will do for two.
@@ -204,7 +209,7 @@ def check_optimizers(saved: dict[Any, Any], optimizer: Any, directory: Path) -> 
     )
 
 
-def for_chain(loaded: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+def for_chain(loaded: dict[Any, Any], optimizer: ChainedOptimizer) -> dict[Any, Any]:
     """Return the loaded state for ``optimizer``: what one optimizer shared is said of each of the chain.
 
     The groups of the two differ in their names alone: ``is_expert_parallel`` is a part of it.

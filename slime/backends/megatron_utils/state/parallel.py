@@ -30,7 +30,7 @@ def _parallel_state() -> Any | None:
     return state if state is not None and state.model_parallel_is_initialized() else None
 
 
-def _ranks(group: Any) -> Ranks:
+def _ranks(group: dist.ProcessGroup) -> Ranks:
     return Ranks(group.rank(), group.size(), group if group.size() > 1 else None)
 
 
@@ -70,7 +70,7 @@ def data_parallel(*, with_context_parallel: bool = False) -> Ranks:
     return _ranks(state.get_data_parallel_group(with_context_parallel=with_context_parallel)) if state else Ranks()
 
 
-def all_gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any]:
+def all_gather_objects(value: object, ranks: Ranks | None = None) -> list[Any]:
     """Return the picklable ``value`` of each of ``ranks`` (default: DP x CP) in their order (collective over them)."""
     ranks = data_parallel(with_context_parallel=True) if ranks is None else ranks
     if ranks.size == 1:
@@ -80,7 +80,7 @@ def all_gather_objects(value: Any, ranks: Ranks | None = None) -> list[Any]:
     return gathered
 
 
-def gather_from_world(value: Any) -> list[Any]:
+def gather_from_world(value: object) -> list[Any]:
     """Return the picklable ``value`` of every process of the trainer, in order of ranks (collective)."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 _ONLY_STEP = 1
 """What ``step`` is in every parameter group: a fresh optimizer is always at its first."""
@@ -32,7 +35,7 @@ class StatelessAdam(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -45,7 +48,7 @@ class StatelessAdam(torch.optim.Optimizer):
         use_decoupled_grad: bool = False,
         master_weights: bool = False,
         set_grad_none: bool | None = None,
-        **ignored: Any,
+        **ignored: object,
     ) -> None:
         if amsgrad:
             raise NotImplementedError("StatelessAdam keeps no maximum of second moments: leave amsgrad out")

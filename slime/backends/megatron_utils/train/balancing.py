@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.state.parallel import context_parallel, data_parallel, gather_from_world
 from slime.backends.megatron_utils.train.data import RolloutData, rows_of_batch
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.router import TopKRouter
 
 AUX, SEQ_AUX, Z = "aux_loss", "seq_aux_loss", "z_loss"
 METRICS = {AUX: "load_balancing_loss", SEQ_AUX: "seq_load_balancing_loss", Z: "z_loss"}
@@ -181,10 +184,12 @@ class Balancing:
     def _with_bias(self) -> list[Any]:
         return [router for router in self._routers.values() if router.expert_bias is not None]
 
-    def _balanced(self, number: int, router: Any, plain: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
+    def _balanced(
+        self, number: int, router: TopKRouter, plain: Callable[..., tuple[Tensor, Tensor]]
+    ) -> Callable[..., Any]:
         """Return the router's ``routing`` for the forwards of a step: (probs, routing map), both [tokens, experts]."""
 
-        def routing(logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def routing(logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             probs, routing_map = plain(logits, *args, **kwargs)
             if self._step is None:  # a pass that nothing is learned from
                 return probs, routing_map
@@ -219,7 +224,7 @@ class Balancing:
 
 
 def router_losses(
-    kinds: Collection[str], logits: Tensor, sample: Tensor, lengths: Tensor, router: Any
+    kinds: Collection[str], logits: Tensor, sample: Tensor, lengths: Tensor, router: TopKRouter
 ) -> dict[str, Tensor]:
     """Return this rank's parts of the losses of one layer over one micro-batch; ``seq_aux_loss`` is a sum of samples.
 

@@ -64,7 +64,9 @@ class ResponseLayout:
         ranges = [layout.response_ranges(*row, cp_rank=self.cp.rank, cp_size=self.cp.size) for row in rows]
         return [sum(end - start for start, end in parts) for parts in ranges]
 
-    def reducer(self, masks: Sequence[Tensor], denominators: Any = None, *, per_token: bool = False) -> Reducer:
+    def reducer(
+        self, masks: Sequence[Tensor], denominators: Sequence[float] | Tensor | None = None, *, per_token: bool = False
+    ) -> Reducer:
         """Return the reducer of local values, flat [R_local] -> scalar; see ``get_sum_of_sample_mean``.
 
         masks: whole. denominators: one per sample, by default the sum of its mask.
@@ -177,10 +179,10 @@ def get_sum_of_sample_mean(
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
     loss_masks: Sequence[Tensor],
-    calculate_per_token_loss: Any = False,
-    qkv_format: Any = "thd",
-    max_seq_lens: Any = None,
-    sample_denoms: Any = None,
+    calculate_per_token_loss: bool | Sequence[float] | Tensor | None = False,
+    qkv_format: object = "thd",
+    max_seq_lens: object = None,
+    sample_denoms: Sequence[float] | Tensor | None = None,
 ) -> Reducer:
     """Return the reducer of a micro-batch: local per-token values [R_local] -> scalar.
 
@@ -203,7 +205,7 @@ def get_sum_of_sample_mean(
     )
 
 
-def _check_packed(qkv_format: str) -> None:
+def _check_packed(qkv_format: object) -> None:
     """Raise ValueError for the layout with a padded row per sample, which slime <= 0.3.0 had too."""
     if qkv_format != "thd":
         raise ValueError(

@@ -167,7 +167,7 @@ def rows_of_batch(batch: dict[str, Any], *, sequence_parallel: bool) -> Tensor:
     return rows.chunk(tp.size)[tp.rank] if sequence_parallel and tp.size > 1 else rows
 
 
-def _select(column: Any, indices: list[int]) -> Any:
+def _select(column: RaggedTensor | Tensor | Sequence[Any], indices: list[int]) -> Any:
     if isinstance(column, RaggedTensor):
         return column.take(indices)
     if torch.is_tensor(column):

@@ -67,7 +67,7 @@ def load_trainer_hooks(args: Args) -> TrainerHooks:
 logger = logging.getLogger(__name__)
 
 
-def checked_loss(hook: Hook, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def checked_loss(hook: Hook, result: object) -> tuple[Tensor, dict[str, Tensor]]:
     """Return what ``--custom-loss-function-path`` gave: (scalar loss, scalar metrics by name). Raises TypeError."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise _wrong(hook, _brief(result), "(loss, metrics)")
@@ -86,7 +86,7 @@ def checked_loss(hook: Hook, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def checked_correction(
-    hook: Hook, result: Any, pg_loss: Tensor, loss_masks: Sequence[Tensor]
+    hook: Hook, result: object, pg_loss: Tensor, loss_masks: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """Return what ``--custom-tis-function-path`` gave for ``pg_loss`` [n] and whole masks. Raises TypeError."""
     if not isinstance(result, tuple) or len(result) != 3:
@@ -112,7 +112,7 @@ def checked_correction(
     return loss, list(masks), dict(metrics)
 
 
-def checked_reducer(hook: Hook, reduce: Any) -> Reducer:
+def checked_reducer(hook: Hook, reduce: object) -> Reducer:
     """Return what ``--custom-pg-loss-reducer-function-path`` gave, which says so when it gives no scalar."""
     if not callable(reduce):
         raise _wrong(hook, _brief(reduce), "a function: per-token values of the micro-batch -> scalar")
@@ -168,7 +168,7 @@ def check_token_columns(hook: Hook, data: dict[str, Any], names: Sequence[str]) 
                 )
 
 
-def _shape(values: Any) -> tuple[int, ...] | None:
+def _shape(values: object) -> tuple[int, ...] | None:
     return tuple(values.shape) if torch.is_tensor(values) else None
 
 
@@ -176,7 +176,7 @@ def _wrong(hook: Hook, seen: str, expected: str) -> TypeError:
     return TypeError(f"{hook} returned {seen}; expected {expected}")
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     if torch.is_tensor(value):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple, dict)):

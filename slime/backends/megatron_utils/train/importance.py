@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +24,7 @@ def vanilla_tis_function(
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Corrected:
     """Multiply ``pg_loss`` [n] by ``clamp(p_train / p_rollout, tis_clip_low, tis_clip)`` per token.
 
@@ -44,7 +43,7 @@ def icepop_function(
     train_log_probs: Sequence[Tensor],
     rollout_log_probs: Sequence[Tensor],
     loss_masks: Sequence[Tensor],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Corrected:
     """As ``vanilla_tis_function`` with IcePop's weights: the ratio within the bounds, 0 outside of them."""
     del kwargs
@@ -61,7 +60,7 @@ def mis_function(
     loss_masks: Sequence[Tensor],
     total_lengths: Sequence[int],
     response_lengths: Sequence[int],
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Corrected:
     """Weights by token, sequence or geometric mean, rejection and veto; ``slime.algorithms.mis`` has the formulas.
 

@@ -19,6 +19,7 @@ from slime.backends.megatron_utils.model.mtp_loss import mtp_targets, trains_mtp
 from slime.backends.megatron_utils.state.parallel import is_last_stage, unwrap
 from slime.backends.megatron_utils.train.balancing import Balancing
 from slime.backends.megatron_utils.train.data import (
+    LossBatch,
     RolloutData,
     micro_batch_iterators,
     model_inputs,
@@ -58,7 +59,7 @@ def run_schedule(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def forward_step(iterator: Any, chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
+    def forward_step(iterator: Iterator[LossBatch], chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
         inputs = model_inputs(batch)
         if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):

@@ -378,7 +378,7 @@ def save_train_dump(args: Args, rollout_id: int, data: RolloutData) -> None:
     logger.info("saved train data of rollout %d to %s (%d samples)", rollout_id, path, len(samples))
 
 
-def _full_length(data: RolloutData, name: str, column: Any) -> list[Any]:
+def _full_length(data: RolloutData, name: str, column: Sequence[Any]) -> list[Any]:
     if name in _CP_LOCAL:
         column = ResponseLayout.of(data).whole(column)
     return [_to_host(value) for value in column]
@@ -409,7 +409,7 @@ def _in_rollout_order(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return samples
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(value: object) -> Any:
     if isinstance(value, dict):
         return {name: _to_host(item) for name, item in value.items()}
     return value.detach().cpu().clone() if torch.is_tensor(value) else value

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from slime.backends.megatron_utils.train.logprob_passes import run_schedule
 from slime.backends.megatron_utils.train.loss import loss_function
 from slime.backends.megatron_utils.train.mismatch import MismatchMeter
 from slime.backends.megatron_utils.train.routing_replay import RoutingReplay
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 
 class NonFiniteError(RuntimeError):
@@ -213,7 +216,7 @@ def _update(
     return False, grad_norm
 
 
-def align_loss_scales(optimizer: Any) -> None:
+def align_loss_scales(optimizer: ChainedOptimizer) -> None:
     """Give all parts of the optimizer (those of experts, and the rest) the loss scale of the one that lowered it most.
 
     Each has a separate scaler, which knows only the overflows of that part, but the loss is scaled once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def _refuse_source(out: Path, args: Args) -> None:
         raise ValueError(f"refusing to export to {out}: replacing it would remove --hf-checkpoint {source} inside it")
 
 
-def _everywhere(what: str, action: Any) -> list[Any]:
+def _everywhere(what: str, action: Callable[[], Any]) -> list[Any]:
     """Run ``action`` on every rank and return all results; if one rank fails, raise on all."""
     result, error = None, None
     try:

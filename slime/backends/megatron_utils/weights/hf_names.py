@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ CONVERTERS = {
 
 
 def convert_to_hf(
-    args: Args, model_name: str, name: str, param: torch.Tensor, quantization_config: Any = None
+    args: Args, model_name: str, name: str, param: torch.Tensor, quantization_config: Mapping[str, Any] | None = None
 ) -> Pairs:
     """Return (Hugging Face name, tensor) pairs of the parameter ``name``, gathered over all tensor-parallel ranks.
 

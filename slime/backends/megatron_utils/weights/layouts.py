@@ -10,9 +10,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    Index = int | slice | tuple[int | slice | None, ...]
+
+    class Slice(Protocol):
+        """A lazy view of a tensor in a file."""
+
+        def get_shape(self) -> list[int]:
+            """Return the shape."""
+            ...
+
+        def __getitem__(self, key: Index, /) -> torch.Tensor:
+            """Read these elements alone."""
+            ...
+
 
 Shape = tuple[int, ...]
 
@@ -52,15 +67,15 @@ class Layout(ABC):
         """Return the full Hugging Face tensors, contiguous."""
 
 
-def _rows(source: Any, start: int, stop: int) -> torch.Tensor:
+def _rows(source: torch.Tensor | Slice, start: int, stop: int) -> torch.Tensor:
     return source[start:stop]
 
 
-def _length(source: Any) -> int:
+def _length(source: torch.Tensor | Slice) -> int:
     return source.get_shape()[0] if hasattr(source, "get_shape") else source.shape[0]
 
 
-def _part(source: Any, rank: int, size: int) -> torch.Tensor:
+def _part(source: torch.Tensor | Slice, rank: int, size: int) -> torch.Tensor:
     """Return the ``rank``-th of ``size`` equal blocks of rows."""
     block = _length(source) // size
     return _rows(source, rank * block, (rank + 1) * block)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,6 +26,9 @@ from slime.backends.megatron_utils.weights.naming import (
 )
 from slime.backends.megatron_utils.weights.untrained import carried_names, mtp_names
 from slime.weights.hf.checkpoint import HfCheckpoint
+
+if TYPE_CHECKING:
+    from slime.backends.megatron_utils.weights.layouts import Index, Slice
 
 MAX_LISTED = 8
 COMPARED_ROWS = 64
@@ -68,13 +71,13 @@ def _sources(checkpoint: HfCheckpoint, weight: Weight) -> list[Any]:
 class OneOf:
     """One entry of the first dimension of a lazy slice, itself a lazy slice."""
 
-    def __init__(self, stack: Any, number: int | None) -> None:
+    def __init__(self, stack: Slice, number: int | None) -> None:
         self._stack, self._number = stack, number
 
     def get_shape(self) -> list[int]:
         return list(self._stack.get_shape())[1:]
 
-    def __getitem__(self, key: Any) -> torch.Tensor:
+    def __getitem__(self, key: Index) -> torch.Tensor:
         return self._stack[(self._number, *(key if isinstance(key, tuple) else (key,)))]
 
 

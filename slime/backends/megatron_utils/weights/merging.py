@@ -20,7 +20,7 @@ def merging(model: Sequence[torch.nn.Module]) -> dict[int, Callable[[Tensor], Te
     for chunk in model:
         for linear in unwrap(chunk).modules():
             adapter = getattr(linear, ADAPTER, None)
-            if not hasattr(adapter, "merged"):  # a module of a user's model may have this name, too
+            if adapter is None or not hasattr(adapter, "merged"):  # a module of a user's model may have this name, too
                 continue
             for name, weight in linear.named_parameters(recurse=False):
                 if name == "weight":

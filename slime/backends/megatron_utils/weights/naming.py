@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +24,9 @@ from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.merging import ADAPTER, merging
 from slime.models.shape import padded_vocab_size
 from slime.weights.hf.checkpoint import read_config
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 MTP = "mtp."
 """The beginning of the names of MTP parameters."""
@@ -92,7 +95,7 @@ def _with_global_expert(name: str, first_expert: int) -> str:
     return template.format(layer=layer, expert=first_expert + expert)
 
 
-def experts_per_rank(config: Any) -> int:
+def experts_per_rank(config: TransformerConfig) -> int:
     """Return how many routed experts of a layer a rank holds; 0 for a dense model."""
     return (getattr(config, "num_moe_experts", None) or 0) // expert_parallel().size
 
@@ -113,7 +116,7 @@ def model_family(args: Args, hf_dir: str | Path | None = None) -> Family:
     return family_of(read_config(hf_dir or args.hf_checkpoint).get("model_type", "missing"))
 
 
-def model_dims(args: Args, config: Any) -> Dims:
+def model_dims(args: Args, config: TransformerConfig) -> Dims:
     """Return the sizes that layouts need, from the flags and Megatron's config."""
     padded = padded_vocab_size(args)
     vocab = args.vocab_size or padded

@@ -34,7 +34,15 @@ class RayEngine:
     ``loopback``: all of the run is on one host, and servers listen there only.
     """
 
-    def __init__(self, args: Args, plan: EnginePlan, slots: Any, wiring: dict[str, Any], *, loopback: bool) -> None:
+    def __init__(
+        self,
+        args: Args,
+        plan: EnginePlan,
+        slots: tuple[Any, list[int], list[int]],
+        wiring: dict[str, Any],
+        *,
+        loopback: bool,
+    ) -> None:
         self.args, self.plan, self._loopback = args, plan, loopback
         self._pg, self._bundles, self._gpu_ids = slots
         self._wiring = wiring
@@ -213,7 +221,7 @@ def first_slot(plan: EnginePlan, node_rank: int) -> int:
     return plan.gpu_offset + node_rank * plan.num_gpus_on_node
 
 
-def nodes_of_slots(slots: Any, plan: EnginePlan) -> list[dict[str, Any]] | None:
+def nodes_of_slots(slots: tuple[Any, list[int], list[int]], plan: EnginePlan) -> list[dict[str, Any]] | None:
     """Return Ray's entry of the node of each process of ``plan``; None while one is gone, and no other has room."""
     pg, bundles, _ = slots
     node_of = placement_group_table(pg)["bundles_to_node_id"]
@@ -222,7 +230,7 @@ def nodes_of_slots(slots: Any, plan: EnginePlan) -> list[dict[str, Any]] | None:
     return [node for node in found if node is not None] if None not in found else None
 
 
-def slots_stay(slots: Any, plan: EnginePlan) -> bool:
+def slots_stay(slots: tuple[Any, list[int], list[int]], plan: EnginePlan) -> bool:
     """Return whether the slots of ``plan`` are on nodes that are alive, and that Ray is not about to take away."""
     nodes = nodes_of_slots(slots, plan)
     leaving = ray._private.state.state.get_draining_nodes()

@@ -69,7 +69,7 @@ class EngineFleet:
     def __init__(
         self,
         args: Args,
-        slots: Any,
+        slots: tuple[Any, list[int], list[int]],
         wiring: dict[str, Any],
         events: Events,
         new_engine: Callable[[EnginePlan], Engine] | None = None,
@@ -534,7 +534,7 @@ def check_renewable(args: Args, members: Sequence[Member]) -> None:
         raise ValueError("\n".join(wrong))
 
 
-def validate_slots(args: Args, plans: Sequence[EnginePlan], slots: Any) -> None:
+def validate_slots(args: Args, plans: Sequence[EnginePlan], slots: tuple[Any, list[int], list[int]]) -> None:
     """Raise ValueError unless the engines of every group fit on ``slots`` (placement group, bundles, GPUs)."""
     for _, group in groupby(plans, key=lambda plan: plan.group):
         engines = list(group)

@@ -6,7 +6,7 @@ called. Every other name stays an ``AttributeError``: SGLang falls back to plain
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 import torch
 
@@ -31,7 +31,7 @@ def assign_req_to_token_pool_cpu(
 
 
 def _missing_kernel(name: str) -> Callable[..., NoReturn]:
-    def raise_missing(*args: Any, **kwargs: Any) -> NoReturn:
+    def raise_missing(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(
             f"sgl_kernel.{name} has no stand-in on a machine without CUDA. The model or the SGLang option in use needs a "
             "compiled kernel: run it on a GPU, or choose another option (slime's CPU engines use the torch_native backend)."

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, NoReturn
+from typing import Callable, NoReturn
 
 
 def missing(name: str) -> Callable[..., NoReturn]:
     """Return a function that raises and names ``name``."""
 
-    def raise_missing(*args: Any, **kwargs: Any) -> NoReturn:
+    def raise_missing(*args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"{name} is not available in CPU engines: image input needs a machine with CUDA.")
 
     raise_missing.__name__ = name.rpartition(".")[2]

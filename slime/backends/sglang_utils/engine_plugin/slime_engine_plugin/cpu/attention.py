@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -22,6 +22,13 @@ from sglang.srt.runtime_context import get_parallel
 from slime_engine_plugin.cpu.kv_mirror import DecodeStep, GatheredRows, KVMirror, Pool, WorkBuffers
 from slime_engine_plugin.cpu.prefill import Prefill
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 _STOCK = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 MIN_DECODE_BATCH = 4
@@ -35,7 +42,7 @@ _BACKENDS: weakref.WeakSet[BatchedAttention] = weakref.WeakSet()
 class BatchedAttention(TorchNativeAttnBackend):
     """Answers to the name ``torch_native``, so that SGLang's own checks of the backend hold."""
 
-    def __init__(self, model_runner: Any) -> None:
+    def __init__(self, model_runner: ModelRunner) -> None:
         super().__init__(model_runner)
         self._mirror = KVMirror(self.token_to_kv_pool.size)
         self._work = WorkBuffers()
@@ -63,7 +70,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         if self.nbytes and time.monotonic() - self._used_at > IDLE_S:
             self.give_back()
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan this forward pass, or leave it to SGLang."""
         super().init_forward_metadata(forward_batch)
         self._plan = None
@@ -89,8 +96,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Attention of one new token per sequence."""
@@ -109,8 +116,8 @@ class BatchedAttention(TorchNativeAttnBackend):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         """Attention of all new tokens of sequences."""
@@ -121,7 +128,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         return plan.attend(query, key, value, pool, layer.scaling, self._work).view(q.shape)
 
     def _store(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Pool]:
         """Write new keys and values to the pool; return query, key and value by head, and the layer's pool."""
         location = KVWriteLoc(forward_batch.out_cache_loc, self.swa_out_cache_loc)
@@ -134,7 +141,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)),
         )
 
-    def _is_plain(self, forward_batch: Any) -> bool:
+    def _is_plain(self, forward_batch: ForwardBatch) -> bool:
         return (
             forward_batch.encoder_lens is None
             and forward_batch.spec_info is None
@@ -145,7 +152,7 @@ class BatchedAttention(TorchNativeAttnBackend):
             == len(forward_batch.rids or ())
         )
 
-    def _is_plain_layer(self, layer: Any, q: torch.Tensor, k: torch.Tensor | None) -> bool:
+    def _is_plain_layer(self, layer: RadixAttention, q: torch.Tensor, k: torch.Tensor | None) -> bool:
         if layer.layer_id not in self._plain_layers:
             self._plain_layers[layer.layer_id] = (
                 layer.qk_head_dim == layer.v_head_dim
@@ -158,7 +165,7 @@ class BatchedAttention(TorchNativeAttnBackend):
         return plain_types and self._plain_layers[layer.layer_id]
 
 
-def _holds_keys_and_values(pool: Any, layer: Any) -> bool:
+def _holds_keys_and_values(pool: KVCache, layer: RadixAttention) -> bool:
     """Return True if the pool has one plain key and value per place and head: not latent, quantized or blocked."""
     inner = pool.full_kv_pool if isinstance(pool, HybridLinearKVPool) else pool
     if type(inner) is not MHATokenToKVPool or inner.is_quantized_kv_cache:
@@ -168,20 +175,20 @@ def _holds_keys_and_values(pool: Any, layer: Any) -> bool:
     return all(side.is_contiguous() and side.shape[1:] == shape for side in sides)
 
 
-def forget_transferred(result: None, batch: Any) -> None:
+def forget_transferred(result: None, batch: ScheduleBatch) -> None:
     """After ``prepare_for_prebuilt``: the keys and values of these requests came from a prefill engine."""
     slots = batch.req_pool_indices.tolist()
     for backend in _BACKENDS:
         backend.forget(slots)
 
 
-def give_back(*args: Any, **kwargs: Any) -> None:
+def give_back(*args: object, **kwargs: object) -> None:
     """Before the cache is flushed, which happens without running requests, and when the engine is put to sleep."""
     for backend in _BACKENDS:
         backend.give_back()
 
 
-def give_back_when_idle(*args: Any, **kwargs: Any) -> None:
+def give_back_when_idle(*args: object, **kwargs: object) -> None:
     """Before the scheduler waits for requests, for at most a second at a time."""
     for backend in _BACKENDS:
         backend.give_back_when_idle()

@@ -13,20 +13,24 @@ Shared experts behind a gate (Qwen2-MoE and its successors) are added by a Trito
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+if TYPE_CHECKING:
+    from sglang.srt.utils.weight_checker import WeightChecker
+    from sglang.srt.utils.weight_checker_comparator import RawComparable
+
 _CHECKER = "sglang.srt.utils.weight_checker.WeightChecker"
 
 
-def snapshot(checker: Any) -> None:
+def snapshot(checker: WeightChecker) -> None:
     """Replace ``WeightChecker._snapshot``: keep copies."""
     checker._snapshot_tensors = {name: tensor.data.detach().clone() for name, tensor in checker._model_state()}
 
 
-def iter_chunks(comparable: Any) -> Iterator[tuple[torch.Tensor, None]]:
+def iter_chunks(comparable: RawComparable) -> Iterator[tuple[torch.Tensor, None]]:
     """Replace ``RawComparable.iter_chunks``: the same chunks, left where they are."""
     from sglang.srt.utils.weight_checker_comparator import CHUNK_NUMEL
 
@@ -35,7 +39,7 @@ def iter_chunks(comparable: Any) -> Iterator[tuple[torch.Tensor, None]]:
         yield flat[start : start + CHUNK_NUMEL], None
 
 
-def without_cuda_synchronize(handle: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def without_cuda_synchronize(handle: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Around ``WeightChecker.handle``: ``torch.cuda.synchronize`` is a no-op for the duration of the call."""
     synchronize, torch.cuda.synchronize = torch.cuda.synchronize, lambda device=None: None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +18,11 @@ from torch.nn.functional import linear, silu
 
 from slime_engine_plugin.cpu.elementwise import has_stock_rotation, rotation_table
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.models.qwen3 import Qwen3DecoderLayer
 
 _LAYER = "sglang.srt.models.qwen3.Qwen3DecoderLayer.forward"
 
@@ -46,10 +51,10 @@ _PARTS: WeakKeyDictionary[Any, Parts | None] = WeakKeyDictionary()
 
 def forward(
     original: Callable[..., Any],
-    layer: Any,
+    layer: Qwen3DecoderLayer,
     positions: torch.Tensor,
     hidden_states: torch.Tensor,
-    forward_batch: Any,
+    forward_batch: ForwardBatch,
     residual: torch.Tensor | None,
     post_residual_addition: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +82,7 @@ def forward(
     return linear(silu(gate).mul_(up), parts.down.weight), residual
 
 
-def _norm(x: torch.Tensor, norm: Any) -> torch.Tensor:
+def _norm(x: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
     weight = norm.weight
     return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
 
@@ -99,7 +104,7 @@ def _query_key_value(
     return rotated[:, :queries], rotated[:, queries:], qkv[:, size:]
 
 
-def _parts_of(layer: Any) -> Parts | None:
+def _parts_of(layer: Qwen3DecoderLayer) -> Parts | None:
     """Return the parts of a layer whose modules are SGLang's own, of one rank and not quantized; else None."""
     from sglang.srt.layers.activation import SiluAndMul
     from sglang.srt.layers.layernorm import RMSNorm
@@ -148,7 +153,7 @@ def _parts_of(layer: Any) -> Parts | None:
     )  # fmt: skip
 
 
-def _is_plain_norm(norm: Any) -> bool:
+def _is_plain_norm(norm: RMSNorm) -> bool:
     return (
         norm.weight.dtype == torch.float32
         and norm.variance_size_override is None

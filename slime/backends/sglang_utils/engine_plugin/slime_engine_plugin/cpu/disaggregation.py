@@ -10,19 +10,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
 
 POLL_MS = 1
 
 
-def in_host_memory(normalize: Callable[..., list[str]], kinds: Any, expected_len: int) -> list[str]:
+def in_host_memory(normalize: Callable[..., list[str]], kinds: object, expected_len: int) -> list[str]:
     """Around ``_normalize_kv_mem_kinds``: all of it is, also where SGLang says otherwise."""
     return normalize(["DRAM"] * expected_len, expected_len)
 
 
-def wait_for_caches(result: None, scheduler: Any) -> None:
+def wait_for_caches(result: None, scheduler: Scheduler) -> None:
     """Wait for a request, at most ``POLL_MS``, after ``Scheduler.on_idle``, which sleeps only without requests."""
     if scheduler.idle_sleeper is not None and not scheduler.is_fully_idle():
         scheduler.idle_sleeper.poller.poll(POLL_MS)

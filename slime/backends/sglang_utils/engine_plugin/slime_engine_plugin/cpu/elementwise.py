@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
 _NORM = "sglang.srt.layers.layernorm.RMSNorm.forward_native"
 _ROTARY = "sglang.srt.layers.rotary_embedding.base.RotaryEmbedding.forward_native"
@@ -19,11 +23,11 @@ _LAST: list[torch.Tensor] = []
 
 def norm(
     original: Callable[..., Any],
-    layer: Any,
+    layer: RMSNorm,
     x: torch.Tensor,
     residual: torch.Tensor | None = None,
     post_residual_addition: torch.Tensor | None = None,
-    quant_linear: Any = None,
+    quant_linear: object = None,
 ) -> Any:
     """Around ``RMSNorm.forward_native``: float32 with float32 weights, where no cast can make a difference."""
     weight = layer.weight  # looking up a parameter takes as long as a small operation
@@ -45,12 +49,12 @@ def norm(
 
 def rotate(
     original: Callable[..., Any],
-    embedding: Any,
+    embedding: RotaryEmbedding,
     positions: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     offsets: torch.Tensor | None = None,
-    fused_set_kv_buffer_arg: Any = None,
+    fused_set_kv_buffer_arg: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Around ``RotaryEmbedding.forward_native``: whole heads in halves (GPT-NeoX style), by signed sines."""
     plain = (
@@ -80,7 +84,7 @@ def rotation_table(cos_sin: torch.Tensor, positions: torch.Tensor) -> tuple[torc
     return _LAST[2], _LAST[3]
 
 
-def has_stock_rotation(kind: Any) -> bool:
+def has_stock_rotation(kind: type[RotaryEmbedding]) -> bool:
     """Return True if this kind of embedding differs from the base class in nothing but its table."""
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 

@@ -10,12 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+    from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
+    from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+    from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16 import (
+        CompressedTensorsWNA16,
+    )
+    from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_wNa16_moe import (
+        CompressedTensorsWNA16MoE,
+    )
+    from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod, Fp8MoEMethod
 
 _FP8 = "sglang.srt.layers.quantization.fp8"
 _COMPRESSED = "sglang.srt.layers.quantization.compressed_tensors"
@@ -23,11 +36,13 @@ _INT4 = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16.CompressedTensorsWNA16"
 _INT4_EXPERTS = f"{_COMPRESSED}.schemes.compressed_tensors_wNa16_moe.CompressedTensorsWNA16MoE"
 
 
-def as_loaded(method: Any, layer: torch.nn.Module) -> None:
+def as_loaded(method: object, layer: torch.nn.Module) -> None:
     """Replace FP8's ``process_weights_after_loading``: weights stay as they are, for the next push, too."""
 
 
-def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def apply(
+    method: Fp8LinearMethod, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """Replace ``Fp8LinearMethod.apply``: the numbers of FP8 times their scales, times ``x``."""
     weight = layer.weight.float()
     if method.block_quant:
@@ -38,7 +53,7 @@ def apply(method: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = 
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def apply_experts(method: Any, layer: Any, dispatch_output: Any) -> Any:
+def apply_experts(method: Fp8MoEMethod, layer: FusedMoE, dispatch_output: StandardDispatchOutput) -> Any:
     """Replace ``Fp8MoEMethod.apply``, for blocks."""
     if not method.block_quant:
         raise NotImplementedError("experts in FP8 per tensor do not run on a CPU; convert with --strategy block")
@@ -56,7 +71,7 @@ def _of_blocks(scale: torch.Tensor, block: tuple[int, int], shape: torch.Size) -
     return scale
 
 
-def rearrange(scheme: Any, layer: Any) -> None:
+def rearrange(scheme: object, layer: LinearBase) -> None:
     """Replace ``CompressedTensorsWNA16.process_weights_after_loading``: columns first, and no function that loads."""
     for name in ("weight_packed", "weight_scale", "weight_zero_point"):
         if name in layer._parameters:
@@ -64,7 +79,9 @@ def rearrange(scheme: Any, layer: Any) -> None:
             layer.register_parameter(name, torch.nn.Parameter(columns_first, requires_grad=False))
 
 
-def apply_int4(scheme: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def apply_int4(
+    scheme: CompressedTensorsWNA16, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Replace ``CompressedTensorsWNA16.apply_weights``."""
     zeros = None if scheme.symmetric else _unpacked(layer.weight_zero_point)  # [groups, rows]
     weight = _times_scales(
@@ -73,7 +90,7 @@ def apply_int4(scheme: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | No
     return torch.nn.functional.linear(x, weight.to(x.dtype), bias)
 
 
-def rearrange_experts(scheme: Any, layer: Any) -> None:
+def rearrange_experts(scheme: object, layer: FusedMoE) -> None:
     """Replace ``CompressedTensorsWNA16MoE.process_weights_after_loading``: rows first."""
     for name in ("weight_packed", "weight_scale"):
         for part in ("w13", "w2"):
@@ -81,12 +98,16 @@ def rearrange_experts(scheme: Any, layer: Any) -> None:
             layer.register_parameter(f"{part}_{name}", torch.nn.Parameter(rows_first, requires_grad=False))
 
 
-def keep_config(scheme: Any, layer: Any, moe_runner_config: Any) -> None:
+def keep_config(
+    scheme: Fp8MoEMethod | CompressedTensorsWNA16MoE, layer: object, moe_runner_config: MoeRunnerConfig
+) -> None:
     """Replace ``create_moe_runner``, which looks for the kernels of a GPU."""
     scheme.moe_runner_config = moe_runner_config
 
 
-def apply_int4_experts(scheme: Any, layer: Any, dispatch_output: Any) -> Any:
+def apply_int4_experts(
+    scheme: CompressedTensorsWNA16MoE, layer: FusedMoE, dispatch_output: StandardDispatchOutput
+) -> Any:
     """Replace ``CompressedTensorsWNA16MoE.apply_weights``. SGLang does not load zero points of experts."""
     x, parts = dispatch_output.hidden_states, {}
     for name in ("w13_weight", "w2_weight"):
@@ -107,7 +128,11 @@ def _times_scales(numbers: torch.Tensor, scale: torch.Tensor, zeros: torch.Tenso
     return (groups * scale.float().unsqueeze(-1)).flatten(-2)
 
 
-def _through_experts(method: Any, weights: dict[str, torch.Tensor], dispatched: Any) -> Any:
+def _through_experts(
+    method: Fp8MoEMethod | CompressedTensorsWNA16MoE,
+    weights: dict[str, torch.Tensor],
+    dispatched: StandardDispatchOutput,
+) -> Any:
     from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
     from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

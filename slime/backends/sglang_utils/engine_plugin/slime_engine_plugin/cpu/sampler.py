@@ -9,12 +9,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.sampler import Sampler
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 _SAMPLER = "sglang.srt.layers.sampler.Sampler"
 _DRAW = "sglang.srt.layers.sampler.sampling_from_probs_torch"
@@ -35,7 +40,7 @@ _WANTED: list[list[torch.Tensor]] = []
 """While the sampler runs and the log-prob of what it draws is wanted: where to leave the probabilities."""
 
 
-def sample(original: Callable[..., torch.Tensor], probs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def sample(original: Callable[..., torch.Tensor], probs: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
     """Around ``sampling_from_probs_torch``: int32 [rows], drawn from ``probs`` [rows, vocabulary] by inversion.
 
     The distribution is that of the probabilities up to float32 rounding of their sum. With a seed per request SGLang's
@@ -112,7 +117,9 @@ def sample_filtered(
     return of(probs)
 
 
-def remember_probs(original: Callable[..., Any], sampler: Any, probs: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+def remember_probs(
+    original: Callable[..., Any], sampler: Sampler, probs: torch.Tensor, *args: object, **kwargs: object
+) -> Any:
     """Around ``Sampler._sample_from_probs``, which is given the probabilities before top-k, top-p and min-p."""
     if _WANTED:
         _WANTED[-1].append(probs)
@@ -121,9 +128,9 @@ def remember_probs(original: Callable[..., Any], sampler: Any, probs: torch.Tens
 
 def forward(
     original: Callable[..., torch.Tensor],
-    sampler: Any,
-    logits_output: Any,
-    sampling_info: Any,
+    sampler: Sampler,
+    logits_output: LogitsProcessorOutput,
+    sampling_info: SamplingBatchInfo,
     return_logprob: bool,
     top_logprobs_nums: list[int],
     token_ids_logprobs: list[list[int] | None],
@@ -155,7 +162,7 @@ def forward(
     return drawn
 
 
-def _scores_by_log_of_probs(sampler: Any) -> bool:
+def _scores_by_log_of_probs(sampler: Sampler) -> bool:
     """Return True if log-probs are ``log(probs)`` of what ``_sample_from_probs`` draws from."""
     from sglang.srt.layers import sampler as module
 

@@ -6,12 +6,11 @@ SGLang keeps its load counters in a file of ``/dev/shm`` with a random name, and
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
-def with_name_of_scratch(path: str, *args: Any, **kwargs: Any) -> str:
+def with_name_of_scratch(path: str, *args: object, **kwargs: object) -> str:
     """After ``shm_path_for``: put the name of the engine's own temporary directory first."""
     directory, name = os.path.split(path)
     return os.path.join(directory, f"{os.path.basename(os.environ['TMPDIR'])}-{name}")

@@ -9,9 +9,14 @@ the second one, which opens everything. ``/server_info`` and the log show neithe
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from sglang.srt.server_args import ServerArgs
+    from starlette.types import ASGIApp, Receive
 
 OPEN = frozenset({"/health", "/health_generate", "/ready"})
 EVERYDAY = frozenset({
@@ -30,11 +35,11 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 class KeyCheck:
     """The outermost layer of the server's application."""
 
-    def __init__(self, app: Any, *, fastapi_app: Any, api_key: str | None, admin_api_key: str | None) -> None:
+    def __init__(self, app: ASGIApp, *, fastapi_app: FastAPI, api_key: str | None, admin_api_key: str | None) -> None:
         self.app, self._fastapi_app = app, fastapi_app
         self._api_key, self._admin_api_key = api_key, admin_api_key
 
-    async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._may(scope):
             await self.app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -65,12 +70,12 @@ class KeyCheck:
         return scope["path"] in ADMINISTRATION or level != AuthLevel.NORMAL
 
 
-def add_key_check(app: Any, *, api_key: str | None, admin_api_key: str | None) -> None:
+def add_key_check(app: FastAPI, *, api_key: str | None, admin_api_key: str | None) -> None:
     """In the place of ``add_api_key_middleware``."""
     app.add_middleware(KeyCheck, fastapi_app=app, api_key=api_key, admin_api_key=admin_api_key)
 
 
-def without_keys(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
+def without_keys(arguments: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
     """After ``ServerArgs.resolved_dict``, which is shown in the log and to whoever asks what the server is.
 
     Beside it SGLang shows the words that it was started with, of which its private file of keys is a part by then.

@@ -18,13 +18,20 @@ a break while it is paused, and takes a core from the trainer that sends the wei
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
-def flush_with_waiting_requests(flush_cache: Callable[..., bool], scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+
+def flush_with_waiting_requests(
+    flush_cache: Callable[..., bool], scheduler: Scheduler, *args: object, **kwargs: object
+) -> bool:
     """Around ``Scheduler.flush_cache``: of a paused engine, do not count queued requests that hold no KV cache."""
     waiting = scheduler.waiting_queue
     may_hide = (
@@ -54,13 +61,15 @@ def forget_prefix_matches(requests: list[Any]) -> None:
         request.num_matched_prefix_tokens = 0
 
 
-def sleep_while_paused(result: None, scheduler: Any) -> None:
+def sleep_while_paused(result: None, scheduler: Scheduler) -> None:
     """After ``Scheduler._record_scheduler_state_for_paused_engine``, in every turn of the loop of a paused engine."""
     if scheduler.disaggregation_mode == DisaggregationMode.NULL:
         scheduler.maybe_sleep_on_idle()  # until something is received, or for a second
 
 
-def release_once(release: Callable[..., Any], updater: Any, request: Any) -> Any:
+def release_once(
+    release: Callable[..., Any], updater: SchedulerWeightUpdaterManager, request: ReleaseMemoryOccupationReqInput
+) -> Any:
     """Around ``SchedulerWeightUpdaterManager.release_memory_occupation``: release what is not released already."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqOutput
 
@@ -68,7 +77,9 @@ def release_once(release: Callable[..., Any], updater: Any, request: Any) -> Any
     return release(updater, request) if request.tags else ReleaseMemoryOccupationReqOutput()
 
 
-def resume_once(resume: Callable[..., Any], updater: Any, request: Any) -> Any:
+def resume_once(
+    resume: Callable[..., Any], updater: SchedulerWeightUpdaterManager, request: ResumeMemoryOccupationReqInput
+) -> Any:
     """Around ``SchedulerWeightUpdaterManager.resume_memory_occupation``: resume what is released."""
     from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqOutput
 
@@ -76,7 +87,7 @@ def resume_once(resume: Callable[..., Any], updater: Any, request: Any) -> Any:
     return resume(updater, request) if request.tags else ResumeMemoryOccupationReqOutput()
 
 
-def _tags(request: Any) -> list[str]:
+def _tags(request: ReleaseMemoryOccupationReqInput | ResumeMemoryOccupationReqInput) -> list[str]:
     from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 
     return list(request.tags or GPU_MEMORY_ALL_TYPES)

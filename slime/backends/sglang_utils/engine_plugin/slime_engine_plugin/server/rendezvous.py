@@ -18,7 +18,7 @@ NO_HOST = "tcp:///"
 """How SGLang writes an address that is the path of a file."""
 
 
-def meet_at_file(original: Callable[..., Any], *args: Any, init_method: str, **kwargs: Any) -> Any:
+def meet_at_file(original: Callable[..., Any], *args: object, init_method: str, **kwargs: object) -> Any:
     """Around ``init_custom_process_group`` as the weight updater calls it."""
     if init_method.startswith(NO_HOST):
         path = init_method.removeprefix("tcp://").rpartition(":")[0]
@@ -26,7 +26,7 @@ def meet_at_file(original: Callable[..., Any], *args: Any, init_method: str, **k
     return original(*args, init_method=init_method, **kwargs)
 
 
-def listen_on_one_address(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def listen_on_one_address(original: Callable[..., Any], *args: object, **kwargs: Any) -> Any:
     """Around ``torch.distributed.init_process_group`` as the engine's own groups are made."""
     from torch.distributed import PrefixStore
 

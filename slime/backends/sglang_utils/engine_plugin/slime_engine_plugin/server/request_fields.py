@@ -10,9 +10,12 @@ requests directly also read ``custom_params``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
 
 LABELS = {f"slime_{field}": field for field in ("return_sampling_mask", "return_routed_experts")}
 """Entries of ``custom_labels`` -> fields of the request that they set."""
@@ -20,7 +23,9 @@ CUSTOM_PARAMS = {"return_top_p_token_ids": "return_sampling_mask"}
 """Entries of ``custom_params`` -> fields of the request that they set."""
 
 
-def read_request_fields(normalize: Callable[..., Any], request: Any, *args: Any, **kwargs: Any) -> Any:
+def read_request_fields(
+    normalize: Callable[..., Any], request: GenerateReqInput, *args: object, **kwargs: object
+) -> Any:
     """Around ``GenerateReqInput.normalize_batch_and_arguments``: take the entries out and set the fields."""
     if isinstance(request.custom_labels, dict):
         _move(request.custom_labels, LABELS, request)
@@ -33,7 +38,7 @@ def read_request_fields(normalize: Callable[..., Any], request: Any, *args: Any,
     return normalize(request, *args, **kwargs)
 
 
-def _move(entries: dict[str, Any], fields: dict[str, str], request: Any) -> None:
+def _move(entries: dict[str, Any], fields: dict[str, str], request: GenerateReqInput) -> None:
     for name, field in fields.items():
         if entries.pop(name, False):
             setattr(request, field, True)

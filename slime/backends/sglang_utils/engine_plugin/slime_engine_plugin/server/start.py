@@ -13,19 +13,22 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
 
 LISTEN_DEADLINE_S = 60.0
 
 
-def fork_workers(result: Any, *args: Any, **kwargs: Any) -> None:
+def fork_workers(result: object, *args: object, **kwargs: object) -> None:
     """After ``_set_envs_and_config``, which asks for spawn."""
     multiprocessing.set_start_method("fork", force=True)
 
 
-def wait_for_listener(server_args: Any) -> None:
+def wait_for_listener(server_args: ServerArgs) -> None:
     """Before ``_freeze_gc_after_server_warmup``: return when the server accepts connections, or at the deadline."""
     deadline = time.monotonic() + LISTEN_DEADLINE_S
     while time.monotonic() < deadline:

@@ -14,10 +14,14 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput, UpdateWeightVersionReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 PUSHED = re.compile(r"policy@(\d+)-\w+")
 KEPT = 2
@@ -37,7 +41,7 @@ def version_of(name: str | None) -> str | None:
 
 
 async def generate_with_newest(
-    generate: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+    generate: Callable[..., Any], manager: TokenizerManager, request: GenerateReqInput, *args: object, **kwargs: object
 ) -> AsyncIterator[Any]:
     """Around ``TokenizerManager.generate_request``."""
     if request.lora_path is None:
@@ -48,7 +52,7 @@ async def generate_with_newest(
             yield answer
 
 
-def state_version(answer: Any, path: Any) -> None:
+def state_version(answer: list[Any] | dict[str, Any], path: str | list[str | None] | None) -> None:
     """Write the version of the adapter ``path`` into an answer; of a batch there is a list of either, or both."""
     if isinstance(answer, list):
         for i, one in enumerate(answer):
@@ -60,7 +64,9 @@ def state_version(answer: Any, path: Any) -> None:
         answer["meta_info"].pop("weight_versions", None)  # those of the engine, which changed while the request ran
 
 
-async def use_newest(update: Callable[..., Any], manager: Any, request: Any) -> None:
+async def use_newest(
+    update: Callable[..., Any], manager: TokenizerManager, request: UpdateWeightVersionReqInput
+) -> None:
     """Around ``TokenizerManager.update_weight_version``: the adapter of that version, loaded last, is the newest."""
     await update(manager, request)
     pushed = [name for name in manager.lora_registry.get_all_adapters() if version_of(name) is not None]
@@ -73,7 +79,7 @@ async def use_newest(update: Callable[..., Any], manager: Any, request: Any) -> 
         await _unload_unused(manager, name)
 
 
-async def _unload_unused(manager: Any, name: str) -> None:
+async def _unload_unused(manager: TokenizerManager, name: str) -> None:
     from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
 
     registry = manager.lora_registry
@@ -91,7 +97,7 @@ def without_pinned_memory() -> None:
 
 
 def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+    def made(*args: object, pin_memory: bool = False, **kwargs: object) -> Any:
         return make(*args, **kwargs)
 
     return made

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,12 @@ from slime.weights.delta.manifest import Version
 from slime.weights.delta.message import DTYPE, Message, Part
 from slime_engine_plugin.hook_points import require
 from slime_engine_plugin.weights.drafts import loading_too, own_drafts
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from torch._ops import OpOverload
+
+    from slime.weights.p2p.tracing import LoadableModel
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +68,9 @@ class KeepUnchanged(TorchDispatchMode):
         super().__init__()
         self._memory = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].untyped_storage().data_ptr() in self._memory:
             target, source = args[0], args[1].to(args[0].device)
             bits = source.view(BITS[source.element_size()])
@@ -77,7 +85,7 @@ class KeepUnchanged(TorchDispatchMode):
 
 def take(
     original: Callable[..., tuple[bool, str]],
-    updater: Any,
+    updater: WeightUpdater,
     names: Sequence[str],
     dtypes: Sequence[Any],
     shapes: Sequence[Sequence[int]],
@@ -113,7 +121,7 @@ def take(
     return False, to_text(f"these changes are not for this engine: {'; '.join(found)}", {"refused": True})
 
 
-def take_message(model: torch.nn.Module, received: torch.Tensor) -> None:
+def take_message(model: LoadableModel, received: torch.Tensor) -> None:
     """Bring ``model`` one message further. Raises RefusedError or CorruptDeltaError; its weights are not to be used
     then, but where they were refused at the first message.
     """
@@ -143,7 +151,9 @@ def take_message(model: torch.nn.Module, received: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def load(model: Any, parts: Sequence[Part], payloads: Sequence[memoryview], device: torch.device | str) -> None:
+def load(
+    model: LoadableModel, parts: Sequence[Part], payloads: Sequence[memoryview], device: torch.device | str
+) -> None:
     """Load the tensors of a message."""
     whole = [item for item in zip(parts, payloads, strict=True) if item[0].plain]
     if whole:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from slime_engine_plugin.hook_points import require
 
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from torch.nn import Module
+
 _own: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
-def note_own_drafts(manager: Any, request: Any) -> None:
+def note_own_drafts(manager: SchedulerWeightUpdaterManager, request: object) -> None:
     """Before ``SchedulerWeightUpdaterManager.update_weights_from_distributed``, which knows target and draft.
 
     Once: a load from files changes the path of the model, and what the draft is made of stays.
@@ -32,7 +36,7 @@ def note_own_drafts(manager: Any, request: Any) -> None:
     _own[target] = [runner.model for runner in worker.draft_runners] if own and worker is not None else []
 
 
-def own_drafts(target: Any) -> Sequence[Any]:
+def own_drafts(target: Module) -> Sequence[Any]:
     """Return the draft models that are made of the checkpoint of ``target``."""
     return _own.get(target, [])
 

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,11 @@ from slime.weights.p2p.agents import Agent, make_agent
 from slime.weights.p2p.plan import Piece
 from slime.weights.p2p.tracing import RefusedError, trace
 from slime_engine_plugin.hook_points import require
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+
+    from slime.weights.p2p.tracing import LoadableModel
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,7 @@ _channels: dict[str, Channel] = {}
 
 def join(
     original: Callable[..., tuple[bool, str]],
-    updater: Any,
+    updater: WeightUpdater,
     master_address: str,
     master_port: int,
     rank_offset: int,
@@ -78,7 +83,7 @@ def join(
     return _everywhere(meet)
 
 
-def open_channel(model: Any, store: rendezvous.Store, backend: str, rank: int, trainers: int) -> Channel:
+def open_channel(model: LoadableModel, store: rendezvous.Store, backend: str, rank: int, trainers: int) -> Channel:
     """Answer the trainer. Raises RefusedError where it cannot write to ``model``, ImportError without ``backend``."""
     if any(p.device.type != "cpu" for p in model.parameters()):
         raise RefusedError("the engine's parameters are not in host memory")
@@ -97,9 +102,14 @@ def open_channel(model: Any, store: rendezvous.Store, backend: str, rank: int, t
 
 
 def confirm(
-    original: Callable[..., tuple[bool, str]], updater: Any, names: Any, dtypes: Any, shapes: Any, group_name: str,
+    original: Callable[..., tuple[bool, str]],
+    updater: WeightUpdater,
+    names: object,
+    dtypes: object,
+    shapes: object,
+    group_name: str,
     load_format: str | None = None,
-) -> tuple[bool, str]:  # fmt: skip
+) -> tuple[bool, str]:
     """Around ``WeightUpdater.update_weights_from_distributed``: compare checksums."""
     channel = _channels.get(group_name)
     if channel is None:
@@ -107,7 +117,7 @@ def confirm(
     return _everywhere(lambda: compare(updater.get_model(), channel))
 
 
-def compare(model: Any, channel: Channel) -> None:
+def compare(model: torch.nn.Module, channel: Channel) -> None:
     """Raise RefusedError unless the parameters are what the trainer ranks report to have written."""
     expected: dict[int, str] = {}
     for trainer in range(channel.trainers):
@@ -126,7 +136,7 @@ def compare(model: Any, channel: Channel) -> None:
         )
 
 
-def leave(original: Callable[..., tuple[bool, str]], updater: Any, group_name: str) -> tuple[bool, str]:
+def leave(original: Callable[..., tuple[bool, str]], updater: WeightUpdater, group_name: str) -> tuple[bool, str]:
     """Around ``WeightUpdater.destroy_weights_update_group``."""
     if group_name not in _channels:
         return original(updater, group_name)

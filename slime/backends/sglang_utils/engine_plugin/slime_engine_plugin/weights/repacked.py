@@ -14,9 +14,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput, UpdateWeightsFromTensorReqInput
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+    from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
 _SCHEMES = "sglang.srt.layers.quantization.compressed_tensors.schemes"
 INT4 = (
@@ -55,7 +60,7 @@ _layers: dict[torch.nn.Module, _Layer] = {}
 """Of all models of this process, which live as long as it."""
 
 
-def process(original: Callable[..., None], method: Any, layer: torch.nn.Module) -> None:
+def process(original: Callable[..., None], method: object, layer: torch.nn.Module) -> None:
     """Around ``process_weights_after_loading``: remember, or put back where the tensors in use are."""
     if getattr(method, "block_quant", False):  # stays as it was loaded
         original(method, layer)
@@ -77,12 +82,12 @@ def process(original: Callable[..., None], method: Any, layer: torch.nn.Module) 
         known.is_loading = False
 
 
-def _tensors(holder: Any) -> dict[str, torch.Tensor]:
+def _tensors(holder: object) -> dict[str, torch.Tensor]:
     own = {**vars(holder), **(holder._parameters if isinstance(holder, torch.nn.Module) else {})}
     return {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
 
 
-def _put_back(holder: Any, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _put_back(holder: object, tensors: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give the tensors of ``holder`` their old objects and addresses, with the numbers that they have now."""
     now = _tensors(holder)
     for name, (tensor, memory) in tensors.items():
@@ -142,13 +147,17 @@ def _check_complete(layer: torch.nn.Module, known: _Layer) -> None:
             )
 
 
-def prepare_before(update: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_before(update: Callable[..., Any], updater: WeightUpdater, *args: object, **kwargs: object) -> Any:
     """Around the model runner's ``update_weights_from_...``."""
     prepare(updater.get_model())
     return update(updater, *args, **kwargs)
 
 
-def finish_after(update: Callable[..., Any], manager: Any, request: Any) -> Any:
+def finish_after(
+    update: Callable[..., Any],
+    manager: SchedulerWeightUpdaterManager,
+    request: UpdateWeightsFromDistributedReqInput | UpdateWeightsFromTensorReqInput,
+) -> Any:
     """Around the scheduler's ``update_weights_from_...``: rearrange what came, when the last part has come."""
     reply = update(manager, request)
     if reply.success and request.weight_version is not None:
