@@ -110,8 +110,14 @@ def test_the_lock_satisfies_what_the_project_asks_for():
 
 
 def imports_of(path: Path) -> set[str]:
+    """Return the packages that are imported at run time, not for types alone."""
     found = set()
-    for node in ast.walk(ast.parse(text_of(path))):
+    tree = ast.parse(text_of(path))
+    blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    for_types = {node for block in blocks for statement in block.body for node in ast.walk(statement)}
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
