@@ -5,7 +5,6 @@ Each table below a comment ``<!-- keys: MODEL -->`` is replaced by the keys of t
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 import types
@@ -19,6 +18,7 @@ from slime.arguments.command_line import all_flags
 from slime.arguments.files import environments, eval_config, role_config, sglang_config
 from slime.arguments.files.eval_config import FALLBACKS
 from slime.arguments.files.schema import FileModel, spellings
+from tools.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "config_files.md"
 MODELS: dict[str, type[FileModel]] = {
@@ -84,17 +84,8 @@ def render() -> str:
 
 
 def main() -> int:
-    """Rewrite the page; with ``--check`` only say (exit status 1) whether it is out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
-    page = render()
-    if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{PAGE} does not show the keys of the files; run `python -m {__spec__.name}`", file=sys.stderr)
-    return 1
+    """Rewrite the page; with ``--check`` only report (exit status 1) that it is out of date."""
+    return write_or_check(__doc__, PAGE, render(), mistake="does not show the keys of the files", module=__spec__.name)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ Each code fence below a comment ``<!-- recipe: NAME -->`` is replaced by the com
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 from examples.quickstart import recipe
 from examples.quickstart.stages import show_command
+from tools.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "get_started" / "quick_start.md"
 ROOT = Path("runs/quickstart")
@@ -38,17 +38,10 @@ def render() -> str:
 
 
 def main() -> int:
-    """Rewrite the page; with ``--check`` only say (exit status 1) whether it is out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
-    page = render()
-    if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{PAGE} does not show the quickstart's command lines; run `python -m {__spec__.name}`", file=sys.stderr)
-    return 1
+    """Rewrite the page; with ``--check`` only report (exit status 1) that it is out of date."""
+    return write_or_check(
+        __doc__, PAGE, render(), mistake="does not show the quickstart's command lines", module=__spec__.name
+    )
 
 
 if __name__ == "__main__":

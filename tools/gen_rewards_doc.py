@@ -5,12 +5,12 @@ The rows below the comment ``<!-- reward types -->`` are those of ``slime.algori
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from pathlib import Path
 
 from slime.algorithms.reward_types import REWARD_TYPES
+from tools.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "get_started" / "usage.md"
 _TABLE = re.compile(r"(<!-- reward types -->\n)(?:\|.*\n)*")
@@ -26,16 +26,7 @@ def render() -> str:
 
 def main() -> int:
     """Rewrite the page; with ``--check`` only report (exit status 1) that it is out of date."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="do not write; fail when the page is out of date")
-    page = render()
-    if not parser.parse_args().check:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    if PAGE.read_text(encoding="utf-8") == page:
-        return 0
-    print(f"{PAGE} does not list the built-in rewards; run `python -m {__spec__.name}`", file=sys.stderr)
-    return 1
+    return write_or_check(__doc__, PAGE, render(), mistake="does not list the built-in rewards", module=__spec__.name)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ class DerivedArgs:
     """Engines are served and no rollouts are made: ``slime serve``."""
 
     use_critic: bool
-    """There is a critic: ``--advantage-estimator ppo``."""
+    """There is a critic: the estimator needs one (``slime.algorithms.estimators``)."""
     role_values: dict[str, dict[str, Any]]
     """Role -> attribute -> its value for that role where it differs from the run's."""
     critic_num_nodes: int

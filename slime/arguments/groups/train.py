@@ -111,7 +111,7 @@ class Checkpoint(ArgumentGroup):
     )
     save: str | None = flag(None, "directory to write checkpoints to; also give --save-interval", path="directory")
     save_interval: int | None = flag(None, "save every N rollouts and at the end of every epoch; default: never", ge=1)
-    async_save: bool = flag(False, "write checkpoints in the background while training goes on", needs="--save")
+    async_save: bool = flag(False, "write checkpoints in the background, during training", needs="--save")
     no_save_optim: bool = flag(
         False,
         "leave the optimizer state out of checkpoints",

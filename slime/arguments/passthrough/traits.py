@@ -119,7 +119,7 @@ TRAITS: dict[str, Traits] = {
     "cross_entropy_fusion_impl": _OWN_LOG_PROBS,
     "apply_residual_connection_post_layernorm": _UNREAD,
     "async_tensor_model_parallel_allreduce": _UNREAD,
-    "barrier_with_L1_time": Traits(inert="slime has timers of its own; leave it out"),
+    "barrier_with_L1_time": Traits(inert="slime has its own timers; leave it out"),
     "inference_rng_tracker": _ENGINES_GENERATE,
     "inference_sampling_seed": _ENGINES_GENERATE,
     "inference_fuse_tp_communication": _ENGINES_GENERATE,

@@ -8,9 +8,7 @@ from torch import Tensor
 
 from slime.algorithms.mis import ImportanceWeights, compute_mis_weights, icepop_weights, truncated_importance_weights
 from slime.arguments.args import Args
-from slime.backends.megatron_utils.train.cp_utils import (
-    ResponseLayout,
-)
+from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
 from slime.batching.ragged_tensor import flat
 from slime.utils.declared import with_defaults
 

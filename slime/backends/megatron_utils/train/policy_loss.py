@@ -15,10 +15,7 @@ from slime.algorithms.losses import compute_cispo_loss, compute_gspo_kl, compute
 from slime.algorithms.reducers import constant_length, turn_mean
 from slime.algorithms.trained_tokens import finite_elsewhere
 from slime.arguments.args import Args
-from slime.backends.megatron_utils.train.cp_utils import (
-    Reducer,
-    ResponseLayout,
-)
+from slime.backends.megatron_utils.train.cp_utils import Reducer, ResponseLayout
 from slime.backends.megatron_utils.train.data import LossBatch, may_overwrite_logits
 from slime.backends.megatron_utils.train.hooks import (
     REDUCER_KEYWORDS,
