@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import socket
 import statistics
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from benchmarks import client, partial_rollout, slots
 from slime.servers.http_client import HttpClient
 from tests.support.standin import FaultMix, FixedReply, LognormalLengths, LognormalTimes, StandInCluster
 from tests.support.standin.engine import Failure
+from tests.support.standin.wire import Listener
 
 pytestmark = pytest.mark.slow
 
@@ -133,3 +135,25 @@ def test_partial_rollouts_waste_no_token():
         wasted[way] = run.counts["tokens"] - run.trained_tokens - run.kept_tokens
     assert wasted["and partial"] == 0
     assert wasted["over-sampling"] > 0
+
+
+@pytest.mark.parametrize("passes", range(6))
+async def test_a_dead_engine_resets_a_connection_in_every_state(passes):
+    """``passes``: how often the event loop ran since the client connected; the connection is accepted in one of them
+    and attached to its server in a later one."""
+
+    async def never(request):
+        await asyncio.Event().wait()
+
+    listener = Listener(never)
+    await listener.start()
+    with socket.create_connection(("127.0.0.1", int(listener.url.rpartition(":")[2])), 5) as client:
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        await listener.drop_dead()
+        client.setblocking(False)
+        try:
+            left = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 5)
+        except ConnectionResetError:
+            left = b""
+    assert left == b""

@@ -78,7 +78,7 @@ class StandInCluster:
         """Let engine ``number`` drop dead; with ``unregister`` the router stops sending to it."""
         engine = self.engines[number]
         if unregister:
-            self.router.engines.remove(engine)
+            self.server.loop.call_soon_threadsafe(self.router.engines.remove, engine)
         self.kill(engine.url)
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:

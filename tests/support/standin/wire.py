@@ -103,7 +103,11 @@ class Connection(asyncio.Protocol):
 
     async def _answer(self, request: Request) -> None:
         assert self.transport is not None
-        response = await self.handler(request)
+        try:
+            response = await self.handler(request)
+        except Exception:
+            self.transport.abort()  # a client must not wait for the answer of a handler that failed
+            raise
         if response is None:
             self.transport.abort()
             return
@@ -156,6 +160,11 @@ class Listener:
     async def drop_dead(self) -> None:
         """Free the port and cut every connection, in the middle of whatever it does."""
         assert self.server is not None
+        # A connection that is accepted while the server closes is lost without a reset (asyncio fails to attach it and
+        # keeps its socket until the next garbage collection): accept no more, and let those accepted be made first.
+        asyncio.get_running_loop().remove_reader(self.server.sockets[0].fileno())
+        for _ in range(3):
+            await asyncio.sleep(0)
         self.server.close()
         for connection in list(self.connections):
             if connection.task is not None:
