@@ -17,6 +17,7 @@ from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dis
 from slime.backends.megatron_utils.weights.maps import family_of
 from slime.backends.megatron_utils.weights.untrained import carried_names
 from slime.weights.hf.checkpoint import HfCheckpoint, read_config
+from tests.support.breadth import few, selected
 from tests.support.distributed import run_distributed
 from tests.support.model_families import make_checkpoint
 from tests.support.mtp import DEEPSEEK, QWEN
@@ -33,6 +34,8 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding
     "qwen3_next-predicting": ("ep2",),
 }
+EVERY_CASE = [(name, layout) for name, layouts in CASES.items() for layout in layouts]
+QUICK = [("glm4", "tp2"), ("qwen3_5_moe-whole", "ep2"), ("glm4_moe-predicting", "pp2")]
 MTP = {"glm4_moe-predicting": DEEPSEEK, "qwen3_next-predicting": QWEN}
 
 
@@ -44,33 +47,47 @@ def is_command(path: Path) -> bool:
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("convert")
-    checkpoints = {name: make_checkpoint(folder, name) for name in CASES if name not in MTP}
-    return checkpoints | {n: make_family(folder, n.removesuffix("-predicting"), names) for n, names in MTP.items()}
+def cases(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """The layouts by checkpoint that this session tests; the first is always among them."""
+    found: dict[str, list[str]] = {"glm4": ["tp2"]}
+    for name, layout in selected(request, "name", "layout"):
+        if layout not in found.setdefault(name, []):
+            found[name].append(layout)
+    return found
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints: dict[str, str]) -> Path:
+def checkpoints(cases: dict[str, list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("convert")
+    return {
+        name: make_family(folder, name.removesuffix("-predicting"), MTP[name])
+        if name in MTP
+        else make_checkpoint(folder, name)
+        for name in cases
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints: dict[str, str], cases: dict[str, list[str]]) -> Path:
     run_distributed(
-        "tests.support.convert_ranks:save_all", 2, {"checkpoints": checkpoints, "cases": CASES}, timeout=300
+        "tests.support.convert_ranks:save_all", 2, {"checkpoints": checkpoints, "cases": cases}, timeout=300
     )
     return Path(checkpoints["glm4"]).parent
 
 
 @pytest.fixture(scope="module")
-def loaded(checkpoints: dict[str, str]) -> dict[str, dict[str, torch.Tensor]]:
-    """What trainers have after loading what the Hugging Face checkpoints were converted to."""
+def loaded(checkpoints: dict[str, str], cases: dict[str, list[str]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The weights of trainers that loaded what the Hugging Face checkpoints were converted to."""
     for path in checkpoints.values():
         to_torch_dist(Path(path), Path(f"{path}-torch_dist"))
-    arguments = {"checkpoints": checkpoints, "cases": CASES}
+    arguments = {"checkpoints": checkpoints, "cases": cases}
     ranks: list[dict[str, dict[str, torch.Tensor]]] = run_distributed(
         "tests.support.convert_ranks:load_all", 2, arguments, timeout=300
     )
     return {case: {**ranks[0][case], **ranks[1][case]} for case in ranks[0]}
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in CASES.items() for layout in layouts])
+@pytest.mark.parametrize(("name", "layout"), few(EVERY_CASE, QUICK))
 def test_a_trainer_s_checkpoint_becomes_the_original(
     folder: Path, tmp_path: Path, name: str, layout: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,7 +98,7 @@ def test_a_trainer_s_checkpoint_becomes_the_original(
     assert "left out" not in caplog.text
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name, layouts in CASES.items() for layout in layouts])
+@pytest.mark.parametrize(("name", "layout"), few(EVERY_CASE, QUICK))
 def test_a_trainer_loads_what_was_converted(
     checkpoints: dict[str, str], loaded: dict[str, dict[str, torch.Tensor]], name: str, layout: str
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 RESTART_DEADLINE_S = 240.0
 
@@ -44,7 +44,7 @@ def wait_for_rollout(run: Run, rollout_id: int) -> None:
     run.wait_for(rf"rollout {rollout_id} of ", RESTART_DEADLINE_S)
 
 
-@pytest.mark.parametrize("where", ["beside", pytest.param("colocated", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("where", ["beside", "colocated"])
 def test_engines_that_are_killed_are_restarted(tmp_path: Path, where: str):
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     # Responses long enough that engines are killed while they generate.

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import mtp
+from tests.support.breadth import few, selected
 from tests.support.distributed import run_distributed
 from tests.support.float64 import as_float64
 from tests.support.layouts import FLOAT64, LAYOUTS, PP2, SP, TP2, Result, assert_equal, measure
@@ -119,13 +120,16 @@ def test_refusals_name_what_is_wrong(case: str, words: list[str], alone: Any) ->
 ON_TWO_RANKS = ["MTP, TP2+SP", "MTP, PP2, packed, overlapped", "MTP, PP2 x VPP2", "MTP, PP2, tied", "MTP, CP2, packed"]
 
 
+QUICK = ("MTP, packed, recompute full", "MTP, PP2 x VPP2", "MTP, CP2, packed")
+
+
 @pytest.fixture(scope="module")
-def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Result]:
-    cases = [("grpo", name) for name in ("MTP, packed, recompute full", *ON_TWO_RANKS)]
+def layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Result]:
+    cases = [("grpo", layout) for layout in selected(request, "layout") if layout.startswith("MTP")]
     return measure(tmp_path_factory.mktemp("layouts"), FLOAT64, cases)
 
 
-@pytest.mark.parametrize("layout", ["MTP, packed, recompute full", *ON_TWO_RANKS])
+@pytest.mark.parametrize("layout", few(["MTP, packed, recompute full", *ON_TWO_RANKS], QUICK))
 def test_layout_does_not_matter(layout: str, layouts: Any) -> None:
     reference = layouts["grpo", LAYOUTS[layout].reference]
     assert_equal(layouts["grpo", layout], reference, FLOAT64)
@@ -170,6 +174,8 @@ WHOLE = "qwen3_5_moe-whole"
 TWO_RANKS = ["tp2-sp", "pp2", "ep2"]  # context parallelism cuts sequences alike for all: see the layouts above
 CASES = [(name, layout) for layout in TWO_RANKS for name in (*FAMILIES, WHOLE)]
 DENSE = ("mimo", "qwen3_5")
+CASES_OF_RANKS = [case for case in CASES if case[1] != "ep2" or case[0] not in DENSE]
+QUICK_CASES = [case for case in CASES_OF_RANKS if case[1] == "pp2"]
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +191,13 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(families: dict[str, str], exports: Path) -> list[dict[str, Any]]:
-    arguments = {"checkpoints": families, "scratch": str(exports), "layouts": TWO_RANKS, "dense": DENSE}
+def ranks(request: pytest.FixtureRequest, families: dict[str, str], exports: Path) -> list[dict[str, Any]]:
+    layouts = [layout for layout in TWO_RANKS if layout in selected(request, "layout")]
+    arguments = {"checkpoints": families, "scratch": str(exports), "layouts": layouts, "dense": DENSE}
     return run_distributed("tests.support.mtp_ranks:families", 2, arguments, timeout=300)
 
 
-@pytest.mark.parametrize(("name", "layout"), [case for case in CASES if case[1] != "ep2" or case[0] not in DENSE])
+@pytest.mark.parametrize(("name", "layout"), few(CASES_OF_RANKS, QUICK_CASES))
 def test_every_weight_round_trips(name: str, layout: str, families: Any, ranks: Any, exports: Path) -> None:
     from safetensors.torch import load_file
 
@@ -222,9 +229,7 @@ def expected(families: dict[str, str]) -> dict[str, tuple[float, dict[str, torch
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [(n, at) for n, at in CASES if n != WHOLE and (at != "ep2" or n not in DENSE)]
-)
+@pytest.mark.parametrize(("name", "layout"), few([case for case in CASES_OF_RANKS if case[0] != WHOLE], QUICK_CASES))
 def test_family_learns_what_transformers_would(name: str, layout: str, ranks: Any, expected: Any) -> None:
     loss, gradients = expected[name]
     results = [rank[f"{layout}/{name}"] for rank in ranks]
