@@ -24,5 +24,5 @@ def test_kills_at_every_moment(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.timeout(3600)
 def test_kills_at_every_point(tmp_path: Path) -> None:
-    found = run_with_kills(tmp_path / "run", every_point(), 0, "default")
+    found = run_with_kills(tmp_path / "run", every_point(), 0, "default", patience_s=60.0)
     assert set(found.moments) == set(POINTS)

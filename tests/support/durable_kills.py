@@ -28,7 +28,7 @@ PROMPTS, BATCH, COPIES, SEED = 10, 4, 2, 42
 FIRST_TOKEN = 1000
 LAST_STEPS = 6
 POINT_PATIENCE_S = 10.0
-"""Within this time after the first request a run reaches the point where it ends itself."""
+"""So long after the first request a run that has not come to its point is killed: not every plan's points come up."""
 FULLY_ASYNC = {
     "overlap": True,
     "rollout_function_path": "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
@@ -55,7 +55,10 @@ TORN = "half of a record is written"
 
 
 def random_plan(seed: int, kills: int) -> Plan:
-    """Return where ``kills`` starts are killed: at a point, at one of the start after that, and twice at any moment."""
+    """Return where ``kills`` starts are killed: at a point, at one of the start after that, and twice at any moment.
+
+    The last one comes after a rollout that no checkpoint has, so that there is something to recover on any machine.
+    """
     rng = random.Random(seed)
     running, starting = (rng.sample(sorted(points), len(points)) for points in (WHILE_RUNNING, WHILE_STARTING))
     plan: Plan = []
@@ -65,7 +68,7 @@ def random_plan(seed: int, kills: int) -> Plan:
         nth = rng.choice((1, 1, 2, 3))
         plan += [(TORN, 1) if "torn" in start else (running[turn % len(running)], nth), (start, 1), None, None]
     first = rng.randrange(4)
-    return plan[first : first + kills]
+    return [*plan[first : first + kills - 1], ("the rollout is over", 1)]
 
 
 def every_point() -> Plan:
@@ -100,7 +103,9 @@ def reply(ids: list[int], params: dict[str, Any]) -> list[int]:
     return whole[len(have) :]
 
 
-def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: Any) -> Kills:
+def run_with_kills(
+    folder: Path, plan: Plan, seed: int, mode: str, *, patience_s: float = POINT_PATIENCE_S, **changes: Any
+) -> Kills:
     """Kill the same run at every point of ``plan``, or at a random moment where that says None; see ``check``."""
     rng = random.Random(seed)
     folder.mkdir(parents=True)
@@ -122,7 +127,8 @@ def run_with_kills(folder: Path, plan: Plan, seed: int, mode: str, **changes: An
         for number, kill in enumerate(plan):
             starts.append((tracker(folder), len(lines(folder / "trained.jsonl"))))
             log = folder / f"log{number}.txt"
-            found.moments[_kill_once(cluster, flags, log, rng, number, kill)] += 1
+            patience = rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0))) if kill is None else patience_s
+            found.moments[_kill_once(cluster, flags, log, number, kill, patience)] += 1
         steps = tracker(folder) + 1
         for number, more in ((len(plan), {}), (len(plan) + 1, {"over_sampling_batch_size": BATCH})):
             steps += LAST_STEPS
@@ -144,12 +150,14 @@ def _start(cluster: StandInCluster, flags: dict[str, Any], log: Path, number: in
 
 
 def _kill_once(
-    cluster: StandInCluster, flags: dict[str, Any], log: Path, rng: random.Random, number: int, kill: Point | None
+    cluster: StandInCluster, flags: dict[str, Any], log: Path, number: int, kill: Point | None, patience_s: float
 ) -> str:
-    """Start the run and kill it; return when. A point that it does not come to is a random moment after all."""
+    """Start the run and kill it ``patience_s`` after its first request, or, when negative, so long after its launch.
+
+    Return when that was. A point that it does not come to is a random moment after all.
+    """
     run = _start(cluster, flags | {"kill_at": kill}, log, number)
     try:
-        patience_s = rng.choice((rng.uniform(0.0, 0.8), -rng.uniform(0.2, 2.0))) if kill is None else POINT_PATIENCE_S
         if patience_s < 0:  # while it starts, or just after that
             what, end = "while it starts", time.monotonic() - patience_s
         else:
