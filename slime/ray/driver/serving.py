@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -21,7 +22,7 @@ from slime.ray.driver.engines_command import table
 from slime.ray.driver.placement_group import MANAGER_THREADS, create_placement_groups
 from slime.ray.driver.program import handle_sigterm
 from slime.ray.driver.rollout_handle import CONTROL_DEADLINE_S, DISPOSE_DEADLINE_S
-from slime.ray.manager.engines.control import EngineControl
+from slime.ray.manager.engines.control import EngineControl, forwarded
 from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.ray.remote import Peer, reports_errors, wait_one
 from slime.utils.run_state import record
@@ -36,7 +37,7 @@ DRAIN_MARGIN_S = 60.0
 """The time beyond ``--drain-timeout`` that draining may take: an engine may be slow to report its load."""
 
 
-class ServingManager(EngineControl):
+class ServingManager:
     """The Ray actor that holds the engines and routers. Engines are checked, and restarted when they are lost.
 
     When a model is left without engines for good, or a router is, ``wait_for_failure`` raises ``EngineDied``.
@@ -44,28 +45,35 @@ class ServingManager(EngineControl):
 
     def __init__(self, args: Args) -> None:
         worker.begin(args, "serving")
-        super().__init__(args)
+        self.args = args
+        self.engines = EngineControl(args, threading.Lock())
 
     @reports_errors
     def start(self, slots: tuple[Any, list[int], list[int]], wiring: dict[str, Any]) -> str | None:
         """Start the engines on ``slots``; return the key that they require, None where they require none."""
-        self.fleet = ElasticFleet(self.args, slots, wiring, self)
-        self.fleet.start()
-        self._engines_ready.set()
-        self.health_monitoring_resume()
+        self.engines.fleet = ElasticFleet(self.args, slots, wiring, self.engines)
+        self.engines.fleet.start()
+        self.engines.ready.set()
+        self.engines.health_monitoring_resume()
         key: str | None = self.args.sglang_api_key
         return key
 
     @reports_errors
     def drain(self, deadline_s: float) -> int:
         """Accept no more requests; return how many are in flight when all are answered or ``deadline_s`` is over."""
-        return 0 if self.fleet is None else self.fleet.drain(deadline_s)
+        return 0 if self.engines.fleet is None else self.engines.fleet.drain(deadline_s)
 
     def dispose(self) -> None:
         """End engines and routers."""
-        self._end_waits()
-        if self.fleet is not None:
-            self.fleet.stop()
+        self.engines.end_waits()
+        if self.engines.fleet is not None:
+            self.engines.fleet.stop()
+
+    deployment = forwarded(EngineControl.deployment)
+    add_engines = forwarded(EngineControl.add_engines)
+    drain_engines = forwarded(EngineControl.drain_engines)
+    remove_engines = forwarded(EngineControl.remove_engines)
+    wait_for_failure = forwarded(EngineControl.wait_for_failure)
 
 
 def serve(args: Args) -> NoReturn:

@@ -28,7 +28,7 @@ from slime.ray.manager.conversion import (
     save_dump,
     write_carried_over,
 )
-from slime.ray.manager.engines.control import EngineControl
+from slime.ray.manager.engines.control import EngineControl, forwarded
 from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.ray.manager.posters import Posters
 from slime.ray.manager.rollout_metrics import (
@@ -60,7 +60,7 @@ from slime.utils.types import Sample, iter_samples
 logger = logging.getLogger(__name__)
 
 
-class RolloutManager(EngineControl):
+class RolloutManager:
     """A Ray actor whose methods run on their own threads: saving does not wait for a rollout in progress.
 
     Rollouts and evaluations exclude each other. A rollout survives the loss of engines. When the last one is lost for
@@ -70,7 +70,10 @@ class RolloutManager(EngineControl):
 
     def __init__(self, args: Args) -> None:
         worker.begin(args, "rollout_manager")
-        super().__init__(args)
+        self.args = args
+        self._generating = threading.Lock()
+        """Held by the rollout or the evaluation in progress."""
+        self.engines = EngineControl(args, self._generating)
         self._carried_snapshots: dict[int, bytes | None] = {}
         self._constant_rewards = ConstantRewards(args)
 
@@ -90,7 +93,7 @@ class RolloutManager(EngineControl):
             run_key.add(args.rollout_buffer_url, key_for(args.rollout_buffer_url))
         check_hooks(args)
         if not args.debug_train_only:
-            self.fleet = ElasticFleet(args, pg, wiring, self)
+            self.engines.fleet = ElasticFleet(args, pg, wiring, self.engines)
             threading.Thread(target=self._start_engines, args=(wiring,), name="engine-starter", daemon=True).start()
         self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
         self._make_rollout = _rollout_function(args, "rollout_function_path")
@@ -139,8 +142,8 @@ class RolloutManager(EngineControl):
             return []
         with self._generating:
             set_current_rollout_id(rollout_id)
-            self._wait_for_engines()
-            self.health_monitoring_resume()
+            self.engines.wait_until_ready()
+            self.engines.health_monitoring_resume()
             output: Any = call_rollout_fn(
                 self._make_evaluation, self.args, rollout_id, self.data_source, evaluation=True
             )
@@ -203,37 +206,62 @@ class RolloutManager(EngineControl):
 
     def dispose(self) -> None:
         """End engines and router; before them a rollout function that always generates (its ``stop``)."""
-        self._end_waits()
+        self.engines.end_waits()
         try:
             if stop := getattr(getattr(self, "generate_rollout", None), "stop", None):
                 stop()
         finally:
-            if self.fleet is not None:
-                self.fleet.stop()
+            if self.engines.fleet is not None:
+                self.engines.fleet.stop()
+
+    # What the driver, trainers and commands call of the engines
+
+    get_updatable_engines = forwarded(EngineControl.get_updatable_engines)
+    get_updatable_engines_and_lock = forwarded(EngineControl.get_updatable_engines_and_lock)
+    recover_updatable_engines = forwarded(EngineControl.recover_updatable_engines)
+    load_weights = forwarded(EngineControl.load_weights)
+    clear_updatable_num_new_engines = forwarded(EngineControl.clear_updatable_num_new_engines)
+    mark_unreachable_engines_dead = forwarded(EngineControl.mark_unreachable_engines_dead)
+    health_monitoring_pause = forwarded(EngineControl.health_monitoring_pause)
+    health_monitoring_resume = forwarded(EngineControl.health_monitoring_resume)
+    deployment = forwarded(EngineControl.deployment)
+    add_engines = forwarded(EngineControl.add_engines)
+    drain_engines = forwarded(EngineControl.drain_engines)
+    remove_engines = forwarded(EngineControl.remove_engines)
+    offload = forwarded(EngineControl.offload)
+    onload = forwarded(EngineControl.onload)
+    onload_weights = forwarded(EngineControl.onload_weights)
+    onload_kv = forwarded(EngineControl.onload_kv)
+    check_weights = forwarded(EngineControl.check_weights)
+    ask_canary = forwarded(EngineControl.ask_canary)
+    wait_until_weights_needed = forwarded(EngineControl.wait_until_weights_needed)
+    needs_weights = forwarded(EngineControl.needs_weights)
+    wait_for_failure = forwarded(EngineControl.wait_for_failure)
 
     # Inside
 
     def _start_engines(self, wiring: dict[str, Any]) -> None:
-        assert self.fleet is not None
+        fleet = self.engines.fleet
+        assert fleet is not None
         try:
-            self.fleet.start()
+            fleet.start()
             most = max(self.args.rollout_num_engines or 0, self.args.rollout_max_engines or 0)  # some may join later
             init_http_client(Args(**{**vars(self.args), "rollout_num_engines": most}))
-            get_http_client().answers.report = self.fleet.note_rejected
+            get_http_client().answers.report = fleet.note_rejected
             if self.args.use_distributed_post:
                 Posters(self.args, get_http_client(), wiring)
         except Exception as e:
             logger.exception("the engines did not start")
-            self.engines_failed(EngineDied(str(e)))
+            self.engines.engines_failed(EngineDied(str(e)))
         finally:
-            self._engines_ready.set()
+            self.engines.ready.set()
 
     def _samples(self, rollout_id: int) -> tuple[list[Sample], dict[str, Any] | None]:
         """Return the flat samples of a rollout, generated or replayed, and the rollout function's metrics."""
         if self.args.load_debug_rollout_data:
             return load_dump(self.args, rollout_id), None
-        self._wait_for_engines()
-        self.health_monitoring_resume()
+        self.engines.wait_until_ready()
+        self.engines.health_monitoring_resume()
         output: Any = call_rollout_fn(self._make_rollout, self.args, rollout_id, self.data_source, evaluation=False)
         with self.converter.annotate_with_hooks():
             check_sibling_rollout_ids(output.samples)
@@ -250,7 +278,8 @@ class RolloutManager(EngineControl):
         if self._log_rollout is not None and self._log_rollout(rollout_id, self.args, samples, metrics, seconds):
             return
         measured = rollout_metrics(self.args, samples, seconds) | request_metrics(samples) | top_p_metrics(samples)
-        measured |= staleness_metrics(samples, rollout_id) | (self.fleet.counts() if self.fleet is not None else {})
+        fleet = self.engines.fleet
+        measured |= staleness_metrics(samples, rollout_id) | (fleet.counts() if fleet is not None else {})
         if self.args.debug_rollout_only:
             measured |= self._as_trained_on(rollout_id, samples)
         self._log(rollout_id, measured | (metrics or {}), "rollout/step")

@@ -296,7 +296,7 @@ def test_a_log_function_in_the_place_of_the_built_in_metrics(make_manager):
 def test_a_log_function_of_evaluations_besides_the_built_in_metrics(make_manager):
     manager = make_manager(custom_eval_rollout_log_function_path=HERE + "log_eval")
     manager.args.debug_train_only = False
-    manager._wait_for_engines = lambda: None
+    manager.engines.wait_until_ready = lambda: None
     tracking._tracker.drain()
     manager.eval(0)
     found = logged()

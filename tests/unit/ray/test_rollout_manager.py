@@ -121,7 +121,7 @@ def test_old_snapshots_are_forgotten(make_manager: Any) -> None:
 
 def test_generation_alone_makes_no_training_data(make_manager: Any, tmp_path: Path) -> None:
     manager = make_manager(debug_rollout_only=True, save=None)
-    manager.fleet = None
+    manager.engines.fleet = None
     assert manager.generate(0) is None
     assert (tmp_path / "run" / "samples" / "0.jsonl").exists()
     assert manager.converter.carried.samples == []
@@ -132,7 +132,7 @@ def test_generation_alone_reports_what_a_trainer_would_of_its_data(make_manager:
     from slime.backends.megatron_utils.train.train_metrics import train_data_metrics
 
     manager = make_manager(debug_rollout_only=True, save=None, log_correct_samples=True)
-    manager.fleet = None
+    manager.engines.fleet = None
     manager.generate(0)
     found = {record["name"]: record["value"] for record in manager.drain_records()}
     whole = make_manager(global_batch_size=6, log_correct_samples=True)
@@ -150,7 +150,7 @@ def test_generation_alone_continues_with_samples_that_could_not_be_trained_on(
     manager = make_manager(
         debug_rollout_only=True, save=None, custom_reward_post_process_path=f"{HERE}.without_rewards"
     )
-    manager.fleet = None
+    manager.engines.fleet = None
     assert manager.generate(0) is None
     found = {record["name"] for record in manager.drain_records()}
     assert "rollout/response_len/mean" in found

@@ -154,7 +154,7 @@ def test_the_deployment_says_who_serves_where(manager: Any) -> None:
 
 
 def test_the_end_of_a_router_is_the_end(manager: Any) -> None:
-    manager.engines_failed(EngineDied("router exited with code 1."))
+    manager.engines.engines_failed(EngineDied("router exited with code 1."))
     with pytest.raises(EngineDied, match="router exited"):
         manager.wait_for_failure()
 

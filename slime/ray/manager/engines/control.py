@@ -1,10 +1,11 @@
-"""The rollout manager's methods that concern engines."""
+"""The engines of a run as its driver, its trainers and commands see them."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
@@ -18,6 +19,9 @@ from slime.servers.engine_client import WeightCheck
 from slime.servers.http_utils import get_http_client
 from slime.servers.types import EngineInfo
 from slime.utils import async_utils
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INTERRUPT_INTERVAL_S = 0.2
 
@@ -41,18 +45,17 @@ class Lock:
 class EngineControl:
     """The engines of a run for the driver, the trainers and slime <= 0.3.1; ``fleet`` is None without any.
 
-    The subclass sets ``fleet``, starts it and then sets ``_engines_ready``. The fleet reports engine failures to it.
+    The actor that has them sets ``fleet``, starts it and then sets ``ready``. The fleet reports engine failures here.
+    ``generating`` is held by the rollout or the evaluation in progress, which ends with the engines.
     """
 
-    def __init__(self, args: Args) -> None:
-        self.args = args
+    def __init__(self, args: Args, generating: threading.Lock) -> None:
+        self.args, self._generating = args, generating
         self.fleet: ElasticFleet | None = None
+        self.ready = threading.Event()
         self._failure: Exception | None = None
         self._over = threading.Event()
-        self._engines_ready = threading.Event()
         self._weights_needed = threading.Event()
-        self._generating = threading.Lock()
-        """Held by the rollout or the evaluation in progress."""
         self._lock: Any = None
 
     @reports_errors
@@ -60,7 +63,7 @@ class EngineControl:
         """Return the engines that follow the trainer's weights, once they are ready."""
         if self.fleet is None:
             return []
-        self._wait_for_engines()
+        self.wait_until_ready()
         return self.fleet.offer()
 
     @reports_errors
@@ -93,7 +96,7 @@ class EngineControl:
         """
         if self.fleet is None:
             return 0
-        self._wait_for_engines()
+        self.wait_until_ready()
         return self.fleet.recover()
 
     @reports_errors
@@ -125,7 +128,7 @@ class EngineControl:
         ``hanging``: engine URL -> the call of the push that it did not answer; it may well answer others.
         """
         if self.fleet is not None:
-            self._wait_for_engines()
+            self.wait_until_ready()
             self.fleet.mark_unreachable_dead(hanging)
 
     def health_monitoring_pause(self) -> None:
@@ -145,7 +148,7 @@ class EngineControl:
         """Return, by model, its checkpoint, the URL of its router, and its engines with their state."""
         if self.fleet is None:
             return {}
-        self._wait_for_engines()
+        self.wait_until_ready()
         paths = {model.name: model.model_path for model in models_of(self.args) or ()}
         return {
             model.name: {
@@ -185,14 +188,14 @@ class EngineControl:
         """Release the memory (weights and key-value cache) of the engines that share devices with the trainer."""
         self.health_monitoring_pause()
         if self.fleet is not None:
-            self._wait_for_engines()
+            self.wait_until_ready()
             self.fleet.release_memory()
 
     @reports_errors
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Reallocate the memory that engines have released: everything, or only ``tags``."""
         if self.fleet is not None:
-            self._wait_for_engines()
+            self.wait_until_ready()
             self.fleet.resume_memory(tags)
 
     def onload_weights(self) -> None:
@@ -210,7 +213,7 @@ class EngineControl:
         """
         if self.fleet is None:
             return []
-        self._wait_for_engines()
+        self.wait_until_ready()
         return self.fleet.check_weights(action)
 
     @reports_errors
@@ -218,7 +221,7 @@ class EngineControl:
         """Return, by engine, the log-probs of a fixed prompt with the trainer's weights; see ``canary.ask``."""
         if self.fleet is None:
             return {}
-        self._wait_for_engines()
+        self.wait_until_ready()
         return canary.ask(self.args, self.fleet.models)
 
     def wait_until_weights_needed(self) -> None:
@@ -244,7 +247,7 @@ class EngineControl:
     def engines_failed(self, failure: EngineDied) -> None:
         """The run cannot continue: see ``fleet.Events``."""
         self._failure = failure
-        self._end_waits()
+        self.end_waits()
         async_utils.interrupt(failure)
         threading.Thread(target=self._interrupt_until_idle, args=(failure,), name="engine-failure", daemon=True).start()
 
@@ -252,12 +255,24 @@ class EngineControl:
         """No engine serves, and one could: see ``fleet.Events``."""
         self._weights_needed.set()
 
+    def end_waits(self) -> None:
+        """The run is over: let what waits for engines, their need for weights or their failure return."""
+        self._over.set()
+        self._weights_needed.set()
+
+    def wait_until_ready(self) -> None:
+        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
+        if self.fleet is not None:
+            self.ready.wait()
+        if self._failure is not None:
+            raise self._failure
+
     # Inside
 
     def _elastic(self) -> ElasticFleet:
         if self.fleet is None:
             raise EngineChangeError("the run has no engines (--debug-train-only)")
-        self._wait_for_engines()
+        self.wait_until_ready()
         return self.fleet
 
     def _interrupt_until_idle(self, failure: EngineDied) -> None:
@@ -266,13 +281,12 @@ class EngineControl:
             async_utils.interrupt(failure)
         self._generating.release()
 
-    def _end_waits(self) -> None:
-        self._over.set()
-        self._weights_needed.set()
 
-    def _wait_for_engines(self) -> None:
-        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
-        if self.fleet is not None:
-            self._engines_ready.wait()
-        if self._failure is not None:
-            raise self._failure
+def forwarded(method: Callable[Concatenate[EngineControl, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return ``method`` as one of an actor that has the engines as ``engines``."""
+
+    @functools.wraps(method)
+    def call(actor: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return method(actor.engines, *args, **kwargs)
+
+    return call
