@@ -12,7 +12,7 @@ from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import health as engine_health
-from slime.ray.manager.engines import rejections
+from slime.ray.manager.engines import members as engine_members
 from slime.ray.manager.engines import restarts as engine_restarts
 from slime.ray.manager.engines.elastic import ElasticFleet
 from slime.ray.manager.engines.members import LIVING, Member, SlotsLostError, State
@@ -187,7 +187,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     Client.hanging, Client.answers = set(), {}
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
     monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
-    for module in (engine_fleet, engine_restarts, engine_health, rejections):  # all that make a client
+    for module in (engine_members, engine_restarts, engine_health):  # all that make a client
         monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     worlds: list[World] = []

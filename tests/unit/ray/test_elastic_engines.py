@@ -47,8 +47,6 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic, "Reservation", FakeReservation)
     monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
     monkeypatch.setattr(elastic, "ABORT_INTERVAL_S", 0.01)
-    for module in (elastic, scaling):
-        monkeypatch.setattr(module, "EngineClient", Client)
 
 
 def leave_in_background(run: World, ranks: list[int], drain_s: float = PATIENCE_S) -> Future[int]:

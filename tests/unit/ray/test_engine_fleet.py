@@ -10,8 +10,8 @@ import pytest
 
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import health as engine_health
-from slime.ray.manager.engines import rejections, served_model
 from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines import served_model
 from slime.ray.manager.engines.members import State
 from slime.servers import http_utils
 from slime.servers.http import EngineError, RouterError
@@ -453,7 +453,7 @@ def test_a_router_that_does_not_start_again_ends_the_run(world: Any, monkeypatch
 
 def test_an_engine_whose_answers_are_rejected_again_and_again_is_replaced(world: Any, caplog: Any) -> None:
     run = world(use_fault_tolerance=True)
-    for _ in range(rejections.LIMIT - 1):
+    for _ in range(engine_health.REJECTIONS_LIMIT - 1):
         run.fleet.note_rejected(run.router.url, "http://e0:1", "token 0 of 4 has the log-prob None")
     run.fleet.note_rejected(run.router.url, "http://e1:2", "token 0 of 4 has the log-prob None")
     run.fleet.note_rejected("http://other", "http://e0:1", "another model's")

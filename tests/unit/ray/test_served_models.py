@@ -10,7 +10,7 @@ import pytest
 
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.ray.manager.engines import fleet as engine_fleet
-from slime.ray.manager.engines import offload
+from slime.ray.manager.engines import members as engine_members
 from slime.ray.manager.engines import restarts as engine_restarts
 from slime.ray.manager.engines.members import Members, State
 from slime.ray.manager.engines.served_model import ROUTER_RESTARTS, ServedModel, new_router
@@ -363,12 +363,12 @@ def test_a_frozen_model_ends_what_it_works_on_before_it_is_offloaded(served: Any
     run = served(**SHARED)
     left = [2, 1, 0]
     monkeypatch.setattr(Client, "num_requests", lambda self: left.pop(0))
-    monkeypatch.setattr(offload, "DRAIN_POLL_S", 0.0)
+    monkeypatch.setattr(engine_members, "DRAIN_POLL_S", 0.0)
     run.fleet.release_memory()
     assert left == []
     assert calls_of(JUDGE) == ["pause abort", "release_memory"]
     run.fleet.resume_memory()
     monkeypatch.setattr(Client, "num_requests", lambda self: 1)
-    monkeypatch.setattr(offload, "DRAIN_S", 0.01)
+    monkeypatch.setattr(engine_members, "DRAIN_S", 0.01)
     run.fleet.release_memory()  # a request that does not end is aborted
     assert calls_of(JUDGE)[-2:] == ["pause abort", "release_memory"]

@@ -18,7 +18,6 @@ from slime.ray.manager.engines.reservation import Reservation
 from slime.ray.manager.engines.scaling import Scaling
 from slime.ray.manager.engines.served_model import ServedModel
 from slime.ray.remote import one_line_kind
-from slime.servers.engine_client import EngineClient
 from slime.servers.http import ServerError
 
 logger = logging.getLogger(__name__)
@@ -305,9 +304,8 @@ def _abort(members: Sequence[Member]) -> None:
     deadline = time.monotonic() + ABORT_DEADLINE_S
     while time.monotonic() < deadline:
         for member in members:
-            info = member.known_info
             try:
-                EngineClient.of(info).abort_all()
+                member.client.abort_all()
             except ServerError as e:
                 logger.warning("%s does not abort its requests: %s", member, e)
         # The router may have been about to send one.

@@ -8,27 +8,30 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import groupby
-from pathlib import Path
 from typing import Any, Protocol
 
 import ray
 
 from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, engines_of
-from slime.arguments.rules.lora import takes_adapters
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
-from slime.ray.manager.engines import offload
 from slime.ray.manager.engines.engine import RayEngine
 from slime.ray.manager.engines.external import ExternalEngine, external_plans
-from slime.ray.manager.engines.health import IDLE, HealthLimits, HealthMonitor, check_alive, check_generates
-from slime.ray.manager.engines.members import LIVING, STAYING, Engine, Member, Members, State
-from slime.ray.manager.engines.rejections import Rejections
-from slime.ray.manager.engines.renewable import transport_of, what_a_push_misses
+from slime.ray.manager.engines.health import (
+    IDLE,
+    HealthLimits,
+    HealthMonitor,
+    Rejections,
+    check_alive,
+    check_generates,
+)
+from slime.ray.manager.engines.members import LIVING, MEMORY_TAGS, STAYING, Engine, Member, Members, State
+from slime.ray.manager.engines.renewable import check_renewable
 from slime.ray.manager.engines.restarts import EngineRestarts
 from slime.ray.manager.engines.served_model import RouterEndedError, ServedModel, new_router, served_models
 from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
-from slime.servers.engine_client import EngineClient, WeightCheck
+from slime.servers.engine_client import WeightCheck
 from slime.servers.http import EngineTimeoutError, RouterError, ServerError
 from slime.servers.http_utils import get_http_client
 from slime.servers.types import EngineInfo
@@ -36,13 +39,11 @@ from slime.utils import run_key
 from slime.utils.network import get_current_node_ip
 from slime.utils.run_state import record
 from slime.utils.secrets import remember
-from slime.weights.hf.checkpoint import quantization_of, read_config
 
 logger = logging.getLogger(__name__)
 
 TAKING_WEIGHTS = "taking weights"
 WATCH_INTERVAL_S = 2.0
-CONTROL_TIMEOUT_S = 600.0
 DRAIN_INTERVAL_S = 0.5
 
 
@@ -156,27 +157,27 @@ class EngineFleet:
 
     def check_weights(self, action: WeightCheck) -> list[Any]:
         """Run ``action`` of the weight checker on all engines that serve the trainer's weights."""
-        return self._at_once(self._updatable(State.SERVING), lambda _, client: client.weights_checker(action))
+        return self._at_once(self._updatable(State.SERVING), lambda member: member.client.weights_checker(action))
 
     def release_memory(self) -> None:
         """Release the memory of the engines that share devices with the trainer, which takes its turn.
 
         No engine is started on them until ``resume_memory`` has taken everything back.
         """
-        self._released = set(offload.TAGS)
+        self._released = set(MEMORY_TAGS)
         if self._restarts is not None:
             self._restarts.wait_for_devices(self.args.engine_ready_timeout)
-        self._at_once(self._sharing_devices(), offload.release)
+        self._at_once(self._sharing_devices(), Member.release_memory)
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
         """Take back what ``release_memory`` has released: everything, or only ``tags``."""
-        wanted = offload.TAGS if tags is None else tags
+        wanted = MEMORY_TAGS if tags is None else tags
         self._released = self._released.difference(wanted)
-        self._at_once(self._sharing_devices(), lambda member, client: offload.resume(member, client, wanted))
+        self._at_once(self._sharing_devices(), lambda member: member.resume_memory(wanted))
         if self._restarts is not None and not self._released:
             self._restarts.start_frozen()
 
-    def _at_once(self, members: Sequence[Member], action: Callable[[Member, EngineClient], Any]) -> list[Any]:
+    def _at_once(self, members: Sequence[Member], action: Callable[[Member], Any]) -> list[Any]:
         """Do ``action`` on ``members`` at once; return the results, or raise the first failure.
 
         An engine that turns out to have exited or not to respond, be it to this call only, is marked dead instead of
@@ -186,7 +187,7 @@ class EngineFleet:
             return []
         results, failures = [], []
         with ThreadPoolExecutor(len(members)) as pool:
-            for member, call in [(m, pool.submit(action, m, _client(m))) for m in members]:
+            for member, call in [(m, pool.submit(action, m)) for m in members]:
                 try:
                     results.append(call.result())
                 except ServerError as e:
@@ -261,8 +262,8 @@ class EngineFleet:
         self.mark_unreachable_dead()
         frozen = [member for member in self._sharing_devices() if not member.engine.plan.update_weights]
         if frozen and not self._released:  # in the middle of a rollout: the trainer needs room to send from
-            self._released = set(offload.TAGS) - {"weights"}
-            self._at_once(frozen, offload.release)
+            self._released = set(MEMORY_TAGS) - {"weights"}
+            self._at_once(frozen, Member.release_memory)
         self._restarts.wait_for_all(self.args.engine_ready_timeout)
         return self.num_new
 
@@ -452,15 +453,10 @@ def _counts(prefix: str, serving: Sequence[Member], lost: int, restarted: int) -
     return {f"rollout/engines/{prefix}{name}": count for name, count in found.items()}
 
 
-def _client(member: Member) -> EngineClient:
-    info = member.known_info
-    return EngineClient.of(info, CONTROL_TIMEOUT_S)
-
-
 def _requests_of(member: Member) -> int:
     """Return the number of requests of ``member``: 0 where it has ended, 1 where it runs and does not report it."""
     try:
-        return _client(member).num_requests()
+        return member.client.num_requests()
     except ServerError as e:
         is_there = e.status is not None or isinstance(e, EngineTimeoutError)
         return 1 if is_there and member.engine.poll() is None else 0
@@ -512,26 +508,6 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
         for member in model.of(*State):
             model.running_router.add_engine(infos[member.rank])
             members.started(member, infos[member.rank], State.SERVING)
-
-
-def check_renewable(args: Args, members: Sequence[Member]) -> None:
-    """Raise ValueError where a push would miss something of an engine; one of every group is checked."""
-    transport, wrong = transport_of(args), []
-    config = read_config(args.hf_checkpoint) if Path(args.hf_checkpoint).is_dir() else {}
-    stored = (quantization_of(config) or {}).get("quant_method")
-    for _, group in groupby(members, key=lambda member: member.engine.plan.group):
-        member = next(group)
-        try:
-            info = _client(member).server_info()
-        except ServerError as e:
-            logger.warning("%s does not say what it is made of, which is not checked: %s", member, e)
-            continue
-        refused, warned = what_a_push_misses(info, transport, stored, adapters=takes_adapters(args))
-        wrong += [f"{member}: {sentence}" for sentence in refused]
-        for sentence in warned:
-            logger.warning("%s: %s", member, sentence)
-    if wrong:
-        raise ValueError("\n".join(wrong))
 
 
 def validate_slots(args: Args, plans: Sequence[EnginePlan], slots: tuple[Any, list[int], list[int]]) -> None:

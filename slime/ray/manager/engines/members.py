@@ -1,17 +1,23 @@
-"""The engines of a fleet, and what state each is in."""
+"""The engines of a fleet, and what state each and its memory is in."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from slime.arguments.placement import EnginePlan
 from slime.ray.remote import RemoteFailure
+from slime.servers.engine_client import EngineClient
 from slime.servers.types import EngineInfo
+
+MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
+"""The parts of an engine's memory."""
+DRAIN_S, DRAIN_POLL_S = 30.0, 0.1
 
 
 class EngineChangeError(RemoteFailure):
@@ -56,7 +62,7 @@ STAYING = (State.STARTING, *LIVING)
 class Member:
     """One incarnation of an engine: when it is restarted, another member takes its place.
 
-    ``released``: which parts of its memory it has released (``offload.TAGS``). ``rejected``: when answers of it were
+    ``released``: which parts of its memory it has released (``MEMORY_TAGS``). ``rejected``: when answers of it were
     rejected, the latest ones.
     """
 
@@ -76,6 +82,11 @@ class Member:
         assert self.info is not None, f"{self} has not been started"
         return self.info
 
+    @property
+    def client(self) -> EngineClient:
+        """A client of it; only of members that have started."""
+        return EngineClient.of(self.known_info)
+
     def __str__(self) -> str:
         return str(self.engine.plan)
 
@@ -83,6 +94,48 @@ class Member:
         """Return why this member is considered dead, with its last log lines; its process may still run."""
         lines = "".join(f"\n  | {line}" for line in self.engine.last_lines())
         return f"{self} ({self.known_info.url}): {what}" + (f"\nIts last log lines:{lines}" if lines else "")
+
+    # Engines that share their devices with the trainer release their memory while it is the trainer's turn
+
+    def release_memory(self) -> None:
+        """Release what has not been released.
+
+        A frozen model may be asked at any time, by rewards that no rollout waits for any more: what it works on has
+        ``DRAIN_S`` to end, and what comes then waits until it has its memory again.
+        """
+        left, client = [tag for tag in MEMORY_TAGS if tag not in self.released], self.client
+        if not left:
+            return
+        if not self.engine.plan.update_weights:
+            deadline = time.monotonic() + DRAIN_S
+            while client.num_requests() and time.monotonic() < deadline:
+                time.sleep(DRAIN_POLL_S)
+            client.pause("abort")
+        client.release_memory(*([left] if self.released else []))
+        self.released = set(MEMORY_TAGS)
+
+    def resume_memory(self, tags: Iterable[str]) -> None:
+        """Take back those parts in ``tags`` that are released.
+
+        A frozen model needs its weights for nothing but generation: it takes them back with the rest, when the trainer
+        has left the devices.
+        """
+        due = self.released.intersection(tags)
+        frozen = not self.engine.plan.update_weights
+        if frozen:
+            due = due | (self.released & {"weights"}) if due - {"weights"} else set()
+        if not due:
+            return
+        self.client.resume_memory(None if len(due) == len(MEMORY_TAGS) else [tag for tag in MEMORY_TAGS if tag in due])
+        self.released = self.released - due
+        if frozen and not self.released:
+            self.client.resume()
+
+    def keep_weights_only(self, client: EngineClient) -> None:
+        """Bring a restarted engine, reached by ``client``, to the state of the others before a push."""
+        client.release_memory()
+        client.resume_memory(["weights"])
+        self.released = set(MEMORY_TAGS) - {"weights"}
 
 
 class Members:

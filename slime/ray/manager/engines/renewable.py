@@ -6,11 +6,20 @@ SGLang derives many settings from the model and the device, so what counts is wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Any, Literal
 
 from slime.arguments.args import Args
+from slime.arguments.rules.lora import takes_adapters
+from slime.ray.manager.engines.members import Member
 from slime.servers.drafts import separate_draft
+from slime.servers.http import ServerError
+from slime.weights.hf.checkpoint import quantization_of, read_config
+
+logger = logging.getLogger(__name__)
 
 Transport = Literal["broadcast", "tensor", "disk", "p2p"]
 
@@ -28,6 +37,26 @@ TAKE_QUANTIZED = {
 }
 """MoE kernels whose quantized weights stay as they were loaded, or are rearranged again after a push
 (``engine_plugin/slime_engine_plugin/weights/repacked.py``)."""
+
+
+def check_renewable(args: Args, members: Sequence[Member]) -> None:
+    """Raise ValueError where a push would miss something of an engine; one of every group is checked."""
+    transport, wrong = transport_of(args), []
+    config = read_config(args.hf_checkpoint) if Path(args.hf_checkpoint).is_dir() else {}
+    stored = (quantization_of(config) or {}).get("quant_method")
+    for _, group in groupby(members, key=lambda member: member.engine.plan.group):
+        member = next(group)
+        try:
+            info = member.client.server_info()
+        except ServerError as e:
+            logger.warning("%s does not say what it is made of, which is not checked: %s", member, e)
+            continue
+        refused, warned = what_a_push_misses(info, transport, stored, adapters=takes_adapters(args))
+        wrong += [f"{member}: {sentence}" for sentence in refused]
+        for sentence in warned:
+            logger.warning("%s: %s", member, sentence)
+    if wrong:
+        raise ValueError("\n".join(wrong))
 
 
 def transport_of(args: Args) -> Transport:

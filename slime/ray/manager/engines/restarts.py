@@ -11,7 +11,6 @@ from typing import Any
 from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.external import NoAnswerError
-from slime.ray.manager.engines import offload
 from slime.ray.manager.engines.members import LIVING, Engine, Member, Members, SlotsLostError, State
 from slime.ray.remote import one_line_kind
 from slime.servers.engine_client import EngineClient
@@ -147,7 +146,7 @@ class EngineRestarts:
                 info = member.engine.start()
                 self._without_slots.discard(lost.rank)
                 if plan.offload and plan.update_weights:
-                    offload.keep_weights_only(member, EngineClient.of(info, self._timeout))
+                    member.keep_weights_only(EngineClient.of(info, self._timeout))
             except SlotsLostError as e:
                 self._members.change(member, (State.STARTING,), State.DEAD)
                 if self._waits_for_slots(lost, e):

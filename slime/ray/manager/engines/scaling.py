@@ -12,7 +12,6 @@ import ray
 
 from slime.ray.manager.engines.members import LIVING, EngineChangeError, Member, State
 from slime.rollout.hooks.hook import Hook, find_hook
-from slime.servers.engine_client import EngineClient
 from slime.servers.http import ServerError
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
 
@@ -130,7 +129,7 @@ class Scaling:
         for member in members:
             if member.state is State.SERVING:
                 try:
-                    load = EngineClient.of(member.known_info).loads(LOAD_TIMEOUT_S)
+                    load = member.client.loads(LOAD_TIMEOUT_S)
                 except ServerError:
                     continue
                 waiting_here = num_waiting_from_load(load)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
-from slime.ray.manager.engines.offload import TAGS
+from slime.ray.manager.engines.members import MEMORY_TAGS
 
 
 class Registry:
@@ -35,7 +35,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
             "HookType": SimpleNamespace(AROUND="around", AFTER="after"),
         },
         "disaggregation.utils": {"DisaggregationMode": SimpleNamespace(NULL="null")},
-        "constants": {"GPU_MEMORY_ALL_TYPES": list(TAGS)},
+        "constants": {"GPU_MEMORY_ALL_TYPES": list(MEMORY_TAGS)},
         "managers.io_struct": {
             "ReleaseMemoryOccupationReqOutput": lambda: "released",
             "ResumeMemoryOccupationReqOutput": lambda: "resumed",
@@ -91,10 +91,10 @@ class Engine:
 def test_the_second_request_does_what_is_left(hooks: dict[str, Any]) -> None:
     engine = Engine(hooks)
     assert engine.ask("release", ["kv_cache"]) == engine.ask("release") == engine.ask("release") == "released"
-    assert sorted(engine.done) == sorted(TAGS)
+    assert sorted(engine.done) == sorted(MEMORY_TAGS)
     engine.done.clear()
     assert engine.ask("resume", ["weights"]) == engine.ask("resume") == engine.ask("resume", ["weights"]) == "resumed"
-    assert sorted(engine.done) == sorted(TAGS)
+    assert sorted(engine.done) == sorted(MEMORY_TAGS)
     assert engine.offload_tags == set()
 
 
