@@ -110,7 +110,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.ray.actor_group": _at("slime.ray.driver.train_group", "RayTrainGroup"),
     "slime.ray.rollout": _at("slime.ray.manager.rollout_manager", "RolloutManager"),
     "slime.ray.ray_actor": _at("slime.ray.actors.worker", "RayActor"),
-    "slime.ray.rollout_validation": _at("slime.ray.manager.engines.fleet", "validate_server_group_gpu_indices"),
+    "slime.ray.rollout_validation": _at("slime.ray.manager.engines.slots", "validate_server_group_gpu_indices"),
     "slime.ray.utils": {
         "Lock": "slime.ray.manager.engines.control.Lock",
         "NOSET_VISIBLE_DEVICES_ENV_VARS_LIST": "slime.ray.cluster.NOSET_VISIBLE_DEVICES",

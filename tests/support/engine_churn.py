@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.ray.manager.engines import elastic
+from slime.ray.manager.engines import slots as engine_slots
 from slime.ray.manager.engines.members import EngineChangeError, State
 from tests.support.engine_kills import PATIENCE_S, REPLY_TOKENS, Driver, Tally
 from tests.support.standin_fleet import CountingRouter, StandInFleet
@@ -88,7 +88,7 @@ def churn_engines(
 
     Returns what happened, in words.
     """
-    monkeypatch.setattr(elastic, "Reservation", NoReservation)
+    monkeypatch.setattr(engine_slots, "Reservation", NoReservation)
     standins.args.rollout_max_engines = MOST
     args = make_args(
         standins.address,

@@ -26,7 +26,7 @@ from slime.arguments.passthrough.sglang import flag_of_record
 from slime.arguments.placement import EnginePlan, engines_of, layout_of
 from slime.backends.sglang_utils.router import router_fields
 from slime.batching.schedule import build_dp_schedule, leftover_positions
-from slime.ray.manager.engines.fleet import validate_server_group_gpu_indices
+from slime.ray.manager.engines.slots import validate_server_group_gpu_indices
 from tests.support.arguments import known
 from tests.support.command_lines import NOWHERE, command_lines, with_files
 from tests.support.engine_commands import engine_commands

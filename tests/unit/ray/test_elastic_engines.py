@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from slime.arguments.placement import EnginePlan, spare_slots
-from slime.ray.manager.engines import elastic, reservation, scaling
+from slime.ray.manager.engines import elastic, scaling
 from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import slots as engine_slots
 from slime.ray.manager.engines.members import EngineChangeError, State
+from slime.ray.manager.engines.slots import Reservation
 from slime.ray.remote import RemoteFailure
 from slime.servers.http import EngineError, EngineTimeoutError
 from slime.utils import run_key
@@ -44,7 +46,7 @@ class FakeReservation:
 def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots are free."""
     FakeReservation.free = 2
-    monkeypatch.setattr(elastic, "Reservation", FakeReservation)
+    monkeypatch.setattr(engine_slots, "Reservation", FakeReservation)
     monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
     monkeypatch.setattr(elastic, "ABORT_INTERVAL_S", 0.01)
 
@@ -102,7 +104,7 @@ def test_an_added_engine_stays_on_the_host_when_servers_listen_on_loopback(
     world: Any, monkeypatch: pytest.MonkeyPatch, is_one_host: bool
 ) -> None:
     run = world(1)
-    run.fleet._loopback = is_one_host  # as decided at the start
+    run.fleet.slots.loopback = is_one_host  # as decided at the start
     run.fleet.add()
     assert FakeReservation.pinned is is_one_host
 
@@ -120,20 +122,20 @@ def test_a_reservation_does_not_leave_the_node_that_loopback_is_on(monkeypatch: 
         {"NodeID": "b", "Resources": {"CPU": 9.0, "node:10.0.0.2": 1.0}},
         {"NodeID": "a", "Resources": {"CPU": 9.0, "node:__internal_head__": 1.0, "node:10.0.0.1": 1.0}},
     ]
-    monkeypatch.setattr(reservation.cluster.ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(engine_slots.cluster.ray, "nodes", lambda: nodes)
     fake = SimpleNamespace(
         available_resources=lambda: {"CPU": 9.0},
         get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "a"),
     )
     removed: list[FakeGroup] = []
-    monkeypatch.setattr(reservation, "ray", fake)
-    monkeypatch.setattr(reservation, "placement_group", FakeGroup)
-    monkeypatch.setattr(reservation, "remove_placement_group", removed.append)
+    monkeypatch.setattr(engine_slots, "ray", fake)
+    monkeypatch.setattr(engine_slots, "placement_group", FakeGroup)
+    monkeypatch.setattr(engine_slots, "remove_placement_group", removed.append)
     plan, wiring = EnginePlan(1, 0, 2, 2, 1), {"slot": {"CPU": 1.0}}
-    anywhere = reservation.Reservation(plan, wiring, on_this_node=False)
+    anywhere = Reservation(plan, wiring, on_this_node=False)
     assert anywhere.slots[0].bundles == [{"CPU": 2.0}]
     with pytest.raises(EngineChangeError, match=r"needs 1 x \[CPU 2\].* listen on loopback.*--sglang-router-ip"):
-        reservation.Reservation(plan, wiring, on_this_node=True)
+        Reservation(plan, wiring, on_this_node=True)
     assert [group.bundles for group in removed] == [[{"CPU": 2.0, "node:10.0.0.1": 0.001}]]
 
 
@@ -147,7 +149,7 @@ def test_engines_leave_while_slots_are_being_reserved(world: Any, monkeypatch: p
             assert gate.wait(PATIENCE_S)
             super().__init__(plan, wiring, on_this_node=on_this_node)
 
-    monkeypatch.setattr(elastic, "Reservation", SlowReservation)
+    monkeypatch.setattr(engine_slots, "Reservation", SlowReservation)
     pool = ThreadPoolExecutor(1)
     added = pool.submit(run.fleet.add)
     assert asked.wait(PATIENCE_S)
@@ -422,7 +424,7 @@ def test_engines_leave_nodes_that_ray_takes_away(world: Any, monkeypatch: pytest
     # Its slots go with the node, until Ray has moved them to another one.
     FakeReservation.free = 0
     stay = False
-    monkeypatch.setattr(elastic, "slots_stay", lambda slots, plan: stay)
+    monkeypatch.setattr(engine_slots, "slots_stay", lambda slots, plan: stay)
     with pytest.raises(EngineChangeError, match="no room"):
         run.fleet.add()
     stay = True

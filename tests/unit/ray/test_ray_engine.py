@@ -12,6 +12,7 @@ from slime.arguments.placement import EnginePlan
 from slime.ray import remote
 from slime.ray.actors import engine_actor
 from slime.ray.manager.engines import engine as ray_engine
+from slime.ray.manager.engines import slots as engine_slots
 from slime.ray.manager.engines.engine import POLL_DEADLINE_S, SLOTS_INTERVAL_S, STOP_DEADLINE_S, RayEngine
 from slime.ray.manager.engines.members import SlotsLostError
 from slime.ray.remote import RemoteFailure
@@ -63,10 +64,10 @@ class Cluster(FakeRay):
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     fake = Cluster()
-    for module in (ray_engine, remote):
+    for module in (ray_engine, engine_slots, remote):
         monkeypatch.setattr(module, "ray", fake)
     monkeypatch.setattr(remote, "time", fake)
-    monkeypatch.setattr(ray_engine, "placement_group_table", lambda pg: {"bundles_to_node_id": fake.node_of})
+    monkeypatch.setattr(engine_slots, "placement_group_table", lambda pg: {"bundles_to_node_id": fake.node_of})
     return fake
 
 
@@ -215,14 +216,14 @@ def test_slots_of_a_node_that_is_taken_away_are_lost_until_ray_has_moved_them(cl
     state = SimpleNamespace(get_draining_nodes=lambda: draining)
     cluster._private = SimpleNamespace(state=SimpleNamespace(state=state))  # type: ignore[attr-defined]
     slots, plan = ("pg", list(range(8)), [0] * 8), EnginePlan(3, 4, 4, 2, 2)
-    assert ray_engine.slots_stay(slots, plan)
+    assert engine_slots.slots_stay(slots, plan)
     draining["n1"] = 0
-    assert not ray_engine.slots_stay(slots, plan)
+    assert not engine_slots.slots_stay(slots, plan)
     draining.clear()
     cluster.alive.remove("n1")
-    assert not ray_engine.slots_stay(slots, plan)
+    assert not engine_slots.slots_stay(slots, plan)
     cluster.node_of |= dict.fromkeys((6, 7), "n0")
-    assert ray_engine.slots_stay(slots, plan)
+    assert engine_slots.slots_stay(slots, plan)
 
 
 def test_an_actor_that_is_silent_is_warned_of_and_taken_to_run(cluster: Cluster, caplog: Any) -> None:

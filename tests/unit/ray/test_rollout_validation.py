@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.ray.manager.engines.fleet import validate_server_group_gpu_indices
+from slime.ray.manager.engines.slots import validate_server_group_gpu_indices
 
 GROUP: dict[str, Any] = {
     "worker_type": "prefill",

@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from slime.arguments.placement import EnginePlan
-from slime.ray.manager.engines.engine import RayEngine, slots_stay
+from slime.ray.manager.engines.engine import RayEngine
 from slime.ray.manager.engines.fleet import EngineFleet, wait_until_idle
-from slime.ray.manager.engines.members import LIVING, STAYING, Engine, EngineChangeError, Member, State
-from slime.ray.manager.engines.reservation import Reservation
+from slime.ray.manager.engines.members import LIVING, STAYING, EngineChangeError, Member, State
 from slime.ray.manager.engines.scaling import Scaling
 from slime.ray.manager.engines.served_model import ServedModel
 from slime.ray.remote import one_line_kind
@@ -43,12 +41,6 @@ class ElasticFleet(EngineFleet):
         self._adding = threading.Lock()
         """Held for all of an addition: others wait for it, and engines may leave meanwhile."""
         self._next_rank = len(self.plans)
-        self._vacant: list[EnginePlan] = []
-        """Removed engines whose slots, of those that the run started with, are free."""
-        self._taken: list[EnginePlan] = []
-        """The same of engines whose node was taken away. Ray moves the slots to another node when there is one."""
-        self._reservations: dict[int, Reservation] = {}
-        """Slots of engines that were added, by rank."""
         self._no_push = threading.Event()
         self._no_push.set()
 
@@ -91,7 +83,7 @@ class ElasticFleet(EngineFleet):
             except BaseException:
                 with self._changes:
                     for plan in plans:
-                        self._free(plan)
+                        self.slots.free(plan)
                 raise
             with self._changes:
                 members = [self._enlist(plan, served) for plan in plans]
@@ -100,24 +92,12 @@ class ElasticFleet(EngineFleet):
         return [member.rank for member in members]
 
     def _place(self, like: EnginePlan) -> EnginePlan:
-        """Return the plan of one more engine, on new slots. Raises EngineChangeError where there are none."""
+        """Return the plan of one more engine, on free slots. Raises EngineChangeError where there are none."""
         rank = self._next_rank
         self._next_rank += 1
         with self._changes:
-            self._take_back()
-            for plan in self._vacant:
-                if plan.group == like.group:
-                    self._vacant.remove(plan)
-                    return replace(plan, rank=rank)
-        plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
-        self._reservations[rank] = Reservation(plan, self._wiring, on_this_node=self._loopback)
-        return plan
-
-    def _take_back(self) -> None:
-        """Count slots as free that Ray has moved to a node that stays."""
-        back = [plan for plan in self._taken if slots_stay(self._slots, plan)]
-        self._taken = [plan for plan in self._taken if plan not in back]
-        self._vacant += back
+            plan = self.slots.take(like, rank)
+        return plan or self.slots.reserve(like, rank)
 
     def _enlist(self, plan: EnginePlan, model: ServedModel) -> Member:
         member = Member(self._new_engine(plan))
@@ -229,15 +209,8 @@ class ElasticFleet(EngineFleet):
         self._forget_keys(member)
         self.plans.remove(plan)
         self._model_of[plan.rank].plans.remove(plan)
-        self._free(plan, is_lost=is_lost)
+        self.slots.free(plan, is_lost=is_lost)
         self._count_engines()
-
-    def _free(self, plan: EnginePlan, *, is_lost: bool = False) -> None:
-        reservation = self._reservations.pop(plan.rank, None)
-        if reservation is not None:
-            reservation.release()
-        elif plan.url is None:
-            (self._taken if is_lost else self._vacant).append(plan)
 
     # Who there is
 
@@ -262,12 +235,6 @@ class ElasticFleet(EngineFleet):
             if isinstance(engine, RayEngine) and not nodes.isdisjoint(engine.nodes()):
                 found.append(member.rank)
         return found
-
-    def _make_engine(self, plan: EnginePlan) -> Engine:
-        reservation = self._reservations.get(plan.rank)
-        if reservation is None:
-            return super()._make_engine(plan)
-        return RayEngine(self.args, plan, reservation.slots, self._wiring, loopback=self._loopback)
 
     def _member(self, rank: int) -> Member:
         members = self.members.all()

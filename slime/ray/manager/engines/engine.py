@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group_table
 
 from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan
@@ -17,6 +16,7 @@ from slime.backends.sglang_utils.engine import PORT_ATTEMPTS
 from slime.ray.actors.engine_actor import EngineActor
 from slime.ray.cluster import on_slot
 from slime.ray.manager.engines.members import SlotsLostError
+from slime.ray.manager.engines.slots import Slots, first_slot, nodes_of_slots
 from slime.ray.remote import Peer, RemoteFailure, one_line_kind, wait_all
 from slime.servers.types import EngineInfo
 
@@ -29,7 +29,7 @@ SLOTS_INTERVAL_S = 5.0
 
 
 class RayEngine:
-    """The engine of ``plan`` on ``slots`` (placement group, bundles, GPUs). It is started once and ended once.
+    """The engine of ``plan`` on ``slots``. It is started once and ended once.
 
     ``loopback``: all of the run is on one host, and servers listen there only.
     """
@@ -38,7 +38,7 @@ class RayEngine:
         self,
         args: Args,
         plan: EnginePlan,
-        slots: tuple[Any, list[int], list[int]],
+        slots: Slots,
         wiring: dict[str, Any],
         *,
         loopback: bool,
@@ -182,7 +182,7 @@ class RayEngine:
             .options(
                 max_concurrency=4,
                 runtime_env=self._wiring["runtime_env"],
-                scheduling_strategy=on_slot(self._pg, self._bundles[self._first_slot(node_rank)]),
+                scheduling_strategy=on_slot(self._pg, self._bundles[first_slot(self.plan, node_rank)]),
                 **self._wiring["engine_options"],
             )
             .remote(self.args, self.plan.rank, node_rank)
@@ -194,15 +194,12 @@ class RayEngine:
             return None
         return int(ray.get(self._actors[0].free_port.remote(), timeout=RENDEZVOUS_DEADLINE_S))
 
-    def _first_slot(self, node_rank: int) -> int:
-        return first_slot(self.plan, node_rank)
-
     def _placement(self, node_rank: int, meeting: str | None) -> dict[str, Any]:
         return {
             "dist_init_addr": meeting,
             "nnodes": self.plan.nodes,
             # Without GPUs a slot is only a number: every engine sees the same cores.
-            "base_gpu_id": self._gpu_ids[self._first_slot(node_rank)] if self.args.device_type == "cuda" else 0,
+            "base_gpu_id": self._gpu_ids[first_slot(self.plan, node_rank)] if self.args.device_type == "cuda" else 0,
             "gpu_offset": self.plan.gpu_offset,
             "num_gpus": self.plan.num_gpus,
             "name": str(self.plan),
@@ -214,24 +211,3 @@ class RayEngine:
 
     def _name(self, node_rank: int) -> str:
         return str(self.plan) + (f" node {node_rank}" if node_rank else "")
-
-
-def first_slot(plan: EnginePlan, node_rank: int) -> int:
-    """Return the first slot of one process of the engine of ``plan``."""
-    return plan.gpu_offset + node_rank * plan.num_gpus_on_node
-
-
-def nodes_of_slots(slots: tuple[Any, list[int], list[int]], plan: EnginePlan) -> list[dict[str, Any]] | None:
-    """Return Ray's entry of the node of each process of ``plan``; None while one is gone, and no other has room."""
-    pg, bundles, _ = slots
-    node_of = placement_group_table(pg)["bundles_to_node_id"]
-    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
-    found = [alive.get(node_of.get(bundles[first_slot(plan, rank)])) for rank in range(plan.nodes)]
-    return [node for node in found if node is not None] if None not in found else None
-
-
-def slots_stay(slots: tuple[Any, list[int], list[int]], plan: EnginePlan) -> bool:
-    """Return whether the slots of ``plan`` are on nodes that are alive, and that Ray is not about to take away."""
-    nodes = nodes_of_slots(slots, plan)
-    leaving = ray._private.state.state.get_draining_nodes()
-    return nodes is not None and all(node["NodeID"] not in leaving for node in nodes)

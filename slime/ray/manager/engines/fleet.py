@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from itertools import groupby
 from typing import Any, Protocol
 
 import ray
@@ -29,6 +28,7 @@ from slime.ray.manager.engines.members import LIVING, MEMORY_TAGS, STAYING, Engi
 from slime.ray.manager.engines.renewable import check_renewable
 from slime.ray.manager.engines.restarts import EngineRestarts
 from slime.ray.manager.engines.served_model import RouterEndedError, ServedModel, new_router, served_models
+from slime.ray.manager.engines.slots import EngineSlots, Slots
 from slime.ray.remote import EngineDied
 from slime.servers.auth import ensure_api_key, is_loopback
 from slime.servers.engine_client import WeightCheck
@@ -58,7 +58,7 @@ class Events(Protocol):
 
 
 class EngineFleet:
-    """Engines on ``slots`` (placement group, bundles, GPUs), and a router per model, owned by this process.
+    """Engines on ``slots``, and a router per model, owned by this process.
 
     An engine that ends, or stops responding under ``--use-fault-tolerance``, gets no more requests; those it had are
     retried on the others of its model. With the flag it is restarted in the background, and gets requests again once it
@@ -70,12 +70,13 @@ class EngineFleet:
     def __init__(
         self,
         args: Args,
-        slots: tuple[Any, list[int], list[int]],
+        slots: Slots,
         wiring: dict[str, Any],
         events: Events,
         new_engine: Callable[[EnginePlan], Engine] | None = None,
     ) -> None:
-        self.args, self._slots, self._wiring, self._events = args, slots, wiring, events
+        self.args, self._events = args, events
+        self.slots = EngineSlots(slots, wiring)
         self.plans = external_plans(args) if args.rollout_external else engines_of(args)
         self.members = Members()
         self.models = served_models(args, self.plans, self.members)
@@ -85,7 +86,6 @@ class EngineFleet:
         self._offered: list[Member] = []
         self._released: set[str] = set()
         """The kinds of memory that the engines which share devices with the trainer have released."""
-        self._loopback = True
         self._given_keys: tuple[str | None, str | None] = (None, None)
         """The key of engines that run already: they do not know one that is generated."""
         self._stopping = threading.Event()
@@ -106,10 +106,10 @@ class EngineFleet:
         Raises RemoteFailure with the log's last lines when an engine is not ready within ``--engine-ready-timeout``,
         ValueError when pushes of weights would not renew all that an engine generates with.
         """
-        validate_slots(self.args, [plan for plan in self.plans if plan.url is None], self._slots)
+        self.slots.validate(self.args, [plan for plan in self.plans if plan.url is None])
         elsewhere = self.args.sglang_router_ip is not None and not is_loopback(self.args.sglang_router_ip)
-        self._loopback = spans_one_host() and not elsewhere
-        host = "127.0.0.1" if self._loopback else get_current_node_ip()
+        self.slots.loopback = spans_one_host() and not elsewhere
+        host = "127.0.0.1" if self.slots.loopback else get_current_node_ip()
         self._given_keys = self.args.sglang_api_key, self.args.sglang_admin_api_key
         # Before anything copies args: router, engines and clients all take the keys from there.
         ensure_api_key(self.args)
@@ -360,7 +360,8 @@ class EngineFleet:
     def _make_engine(self, plan: EnginePlan) -> Engine:
         if plan.url is not None:
             return ExternalEngine(self.args, plan, *self._given_keys)
-        return RayEngine(self.args, plan, self._slots, self._wiring, loopback=self._loopback)
+        slots = self.slots
+        return RayEngine(self.args, plan, slots.of(plan), slots.wiring, loopback=slots.loopback)
 
     def _router(self, model: ServedModel, host: str) -> RouterProcess | RunningRouter:
         return new_router(self.args, model, host, is_first=model is self.models[0])
@@ -508,51 +509,3 @@ def start_all(members: Members, models: Sequence[ServedModel]) -> None:
         for member in model.of(*State):
             model.running_router.add_engine(infos[member.rank])
             members.started(member, infos[member.rank], State.SERVING)
-
-
-def validate_slots(args: Args, plans: Sequence[EnginePlan], slots: tuple[Any, list[int], list[int]]) -> None:
-    """Raise ValueError unless the engines of every group fit on ``slots`` (placement group, bundles, GPUs)."""
-    for _, group in groupby(plans, key=lambda plan: plan.group):
-        engines = list(group)
-        validate_server_group_gpu_indices(
-            worker_type=engines[0].worker_type,
-            gpu_offset=engines[0].gpu_offset,
-            num_gpus_per_engine=engines[0].num_gpus,
-            num_gpus_per_engine_on_node=engines[0].num_gpus_on_node,
-            num_engines=len(engines) * engines[0].nodes,
-            num_available_gpus=len(slots[1]),
-            rollout_num_gpus=args.rollout_num_gpus,
-            rollout_num_gpus_per_engine=args.rollout_num_gpus_per_engine,
-        )
-
-
-def validate_server_group_gpu_indices(
-    *,
-    worker_type: str,
-    gpu_offset: int,
-    num_gpus_per_engine: int,
-    num_gpus_per_engine_on_node: int,
-    num_engines: int,
-    num_available_gpus: int,
-    rollout_num_gpus: int | None,
-    rollout_num_gpus_per_engine: int,
-) -> None:
-    """Raise ValueError, carrying every input, unless the group's engines fit into the existing slots.
-
-    ``num_engines`` counts engine processes (one per node of an engine); each takes ``num_gpus_per_engine_on_node``
-    slots from ``gpu_offset`` on. A group without engines is accepted.
-    """
-    if num_engines == 0:
-        return
-    required = gpu_offset + num_engines * num_gpus_per_engine_on_node
-    if gpu_offset >= 0 and num_gpus_per_engine_on_node > 0 and required <= num_available_gpus:
-        return
-    raise ValueError(
-        f"the {worker_type} server group does not fit into the slots of this run: "
-        f"worker_type={worker_type}, gpu_offset={gpu_offset}, num_gpus_per_engine={num_gpus_per_engine}, "
-        f"num_gpus_per_engine_on_node={num_gpus_per_engine_on_node}, num_engines={num_engines}, "
-        f"num_available_gpus={num_available_gpus}, required_gpu_slots={required}, "
-        f"len(reordered_gpu_ids)={num_available_gpus}, rollout_num_gpus={rollout_num_gpus}, "
-        f"rollout_num_gpus_per_engine={rollout_num_gpus_per_engine}. "
-        "Check --rollout-num-gpus, --rollout-num-gpus-per-engine and --num-gpus-per-node."
-    )
