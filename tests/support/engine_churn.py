@@ -59,16 +59,16 @@ class Churn:
             self.failure = e
 
     def _change(self) -> None:
-        fleet = self.standins.fleet
+        fleet, lifecycle = self.standins.fleet, self.standins.fleet.lifecycle
         serving = fleet.members.of(State.SERVING)
         what = self._random.choice(["add", "remove", "remove", "kill"] if len(serving) > 1 else ["add"])
         if self._over.is_set() or not serving:
             return
         try:
             if what == "add":
-                fleet.add(count=self._random.choice([1, 2]))
+                lifecycle.add(count=self._random.choice([1, 2]))
             elif what == "remove":
-                self.aborted += fleet.remove([self._random.choice(serving).rank], self._random.choice([0.0, 0.3]))
+                self.aborted += lifecycle.remove([self._random.choice(serving).rank], self._random.choice([0.0, 0.3]))
             else:
                 self._random.choice(serving).engine.send(signal.SIGKILL)  # type: ignore[attr-defined]
         except EngineChangeError:  # there are as many as there may be, or the others have just died

@@ -1,4 +1,4 @@
-"""An ``ElasticFleet`` over engines, routers and clients that are what the test says: nothing is started."""
+"""An ``EngineFleet`` over engines, routers and clients that are what the test says: nothing is started."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import health as engine_health
+from slime.ray.manager.engines import lifecycle as engine_lifecycle
 from slime.ray.manager.engines import members as engine_members
-from slime.ray.manager.engines import restarts as engine_restarts
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.engines.members import LIVING, Member, SlotsLostError, State
 from slime.servers.http import EngineError, EngineTimeoutError, RouterError
 from slime.servers.types import EngineInfo
@@ -137,7 +137,7 @@ class Client:
 
 
 class World:
-    def __init__(self, fleet: ElasticFleet, routers: dict[str, Router], events: Events) -> None:
+    def __init__(self, fleet: EngineFleet, routers: dict[str, Router], events: Events) -> None:
         self.fleet, self.routers, self.events = fleet, routers, events
 
     @property
@@ -186,13 +186,13 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     Client.silent, Client.calls, Client.info = set(), [], {}
     Client.hanging, Client.answers = set(), {}
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
-    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.001)
-    for module in (engine_members, engine_restarts, engine_health):  # all that make a client
+    monkeypatch.setattr(engine_lifecycle, "RETRY_DELAY_S", 0.001)
+    for module in (engine_members, engine_lifecycle, engine_health):  # all that make a client
         monkeypatch.setattr(module, "EngineClient", Client)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     worlds: list[World] = []
     monkeypatch.setattr(
-        ElasticFleet,
+        EngineFleet,
         "_router",
         lambda self, model, host: worlds[-1].routers.setdefault(model.name, Router(1 + len(worlds[-1].routers))),
     )
@@ -200,7 +200,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     def make(slots: int = 2, **changes: Any) -> World:
         events = Events()
         args = fleet_args(slots, **{"rollout_health_check_interval": 10_000.0, **changes})
-        fleet = ElasticFleet(args, (None, list(range(slots)), list(range(slots))), {}, events, Engine)
+        fleet = EngineFleet(args, (None, list(range(slots)), list(range(slots))), {}, events, Engine)
         Engine.planned = len(Engine.started) + len(fleet.plans)
         worlds.append(World(fleet, {}, events))
         fleet.start()

@@ -1,4 +1,4 @@
-"""Real engines and the real router under an ``ElasticFleet``, without Ray."""
+"""Real engines and the real router under an ``EngineFleet``, without Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import served_model
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.fleet import EngineFleet
 from slime.servers.types import EngineInfo
 from tests.support.engines import engine_values
 from tests.support.standin_fleet import Events, fleet_args
@@ -49,7 +49,7 @@ class OwnEngine:
 @contextlib.contextmanager
 def real_fleet(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Path, root: Path, engines: int, **changes: object
-) -> Iterator[tuple[ElasticFleet, Events]]:
+) -> Iterator[tuple[EngineFleet, Events]]:
     """Yield a started fleet of ``engines`` SGLang processes behind a router of its own; logs are in ``root``."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.5)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
@@ -59,7 +59,7 @@ def real_fleet(
     args = fleet_args(engines, **{**changes, **engine_values(checkpoint)})
     slots = (None, list(range(engines)), list(range(engines)))
     events = Events()
-    fleet = ElasticFleet(args, slots, {}, events, lambda p: OwnEngine(args, p, root / f"engine_{p.rank}.log"))
+    fleet = EngineFleet(args, slots, {}, events, lambda p: OwnEngine(args, p, root / f"engine_{p.rank}.log"))
     try:
         fleet.start()
         yield fleet, events

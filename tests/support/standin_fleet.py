@@ -1,4 +1,4 @@
-"""An ``ElasticFleet`` over stand-in engines in processes of their own, which tests kill, stop and count."""
+"""An ``EngineFleet`` over stand-in engines in processes of their own, which tests kill, stop and count."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ import pytest
 from slime.arguments.placement import EnginePlan
 from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.manager.engines import fleet as engine_fleet
-from slime.ray.manager.engines import restarts as engine_restarts
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines import lifecycle as engine_lifecycle
+from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.engines.served_model import ServedModel
 from slime.ray.remote import EngineDied
 from slime.servers.types import EngineInfo
@@ -166,7 +166,7 @@ class StandInFleet:
                 return StandInEngineProcess(plan, first_words[plan.rank])  # type: ignore[index]
             return StandInEngineProcess(plan, words[plan.model] if isinstance(words, Mapping) else words)
 
-        self.fleet = ElasticFleet(self.args, slots, {}, self.events, engine)
+        self.fleet = EngineFleet(self.args, slots, {}, self.events, engine)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -232,10 +232,10 @@ def standin_models(
     try:
         urls = {name: server.call(listener.start()) for name, listener in listeners.items()}
 
-        def running(fleet: ElasticFleet, model: ServedModel, host: str) -> RunningRouter:
+        def running(fleet: EngineFleet, model: ServedModel, host: str) -> RunningRouter:
             return RunningRouter(fleet_args(1, urls[model.name]))
 
-        monkeypatch.setattr(ElasticFleet, "_router", running)
+        monkeypatch.setattr(EngineFleet, "_router", running)
         standins = StandInFleet(len(models), models, next(iter(urls.values())), sglang_config=str(file), **changes)
         standins.fleet.start()
         yield standins, routers
@@ -249,5 +249,5 @@ def standin_models(
 
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 0.05)
-    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.1)
+    monkeypatch.setattr(engine_lifecycle, "RETRY_DELAY_S", 0.1)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)

@@ -23,7 +23,7 @@ from slime.ray.driver.placement_group import MANAGER_THREADS, create_placement_g
 from slime.ray.driver.program import handle_sigterm
 from slime.ray.driver.rollout_handle import CONTROL_DEADLINE_S, DISPOSE_DEADLINE_S
 from slime.ray.manager.engines.control import EngineControl, forwarded
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.remote import Peer, reports_errors, wait_one
 from slime.utils.run_state import record
 
@@ -51,7 +51,7 @@ class ServingManager:
     @reports_errors
     def start(self, slots: tuple[Any, list[int], list[int]], wiring: dict[str, Any]) -> str | None:
         """Start the engines on ``slots``; return the key that they require, None where they require none."""
-        self.engines.fleet = ElasticFleet(self.args, slots, wiring, self.engines)
+        self.engines.fleet = EngineFleet(self.args, slots, wiring, self.engines)
         self.engines.fleet.start()
         self.engines.ready.set()
         self.engines.health_monitoring_resume()

@@ -29,7 +29,7 @@ from slime.ray.manager.conversion import (
     write_carried_over,
 )
 from slime.ray.manager.engines.control import EngineControl, forwarded
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.posters import Posters
 from slime.ray.manager.rollout_metrics import (
     ConstantRewards,
@@ -93,7 +93,7 @@ class RolloutManager:
             run_key.add(args.rollout_buffer_url, key_for(args.rollout_buffer_url))
         check_hooks(args)
         if not args.debug_train_only:
-            self.engines.fleet = ElasticFleet(args, pg, wiring, self.engines)
+            self.engines.fleet = EngineFleet(args, pg, wiring, self.engines)
             threading.Thread(target=self._start_engines, args=(wiring,), name="engine-starter", daemon=True).start()
         self.data_source = make_hook(args.data_source_path, "data_source_path")(args)
         self._make_rollout = _rollout_function(args, "rollout_function_path")

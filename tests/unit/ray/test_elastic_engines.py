@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from slime.arguments.placement import EnginePlan, spare_slots
-from slime.ray.manager.engines import elastic, scaling
-from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import members as engine_members
+from slime.ray.manager.engines import scaling
 from slime.ray.manager.engines import slots as engine_slots
 from slime.ray.manager.engines.members import EngineChangeError, State
 from slime.ray.manager.engines.slots import Reservation
@@ -47,13 +47,13 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots are free."""
     FakeReservation.free = 2
     monkeypatch.setattr(engine_slots, "Reservation", FakeReservation)
-    monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
-    monkeypatch.setattr(elastic, "ABORT_INTERVAL_S", 0.01)
+    monkeypatch.setattr(engine_members, "DRAIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_members, "ABORT_INTERVAL_S", 0.01)
 
 
 def leave_in_background(run: World, ranks: list[int], drain_s: float = PATIENCE_S) -> Future[int]:
     pool = ThreadPoolExecutor(1)
-    future = pool.submit(run.fleet.remove, ranks, drain_s)
+    future = pool.submit(run.fleet.lifecycle.remove, ranks, drain_s)
     pool.shutdown(wait=False)
     return future
 
@@ -67,7 +67,7 @@ def ranks(run: World, *states: State) -> list[int]:
 
 def test_an_added_engine_gets_the_weights_of_now_before_requests(world: Any) -> None:
     run = world(1)
-    assert run.fleet.add() == [1]
+    assert run.fleet.lifecycle.add() == [1]
     run.wait_for(1, State.NEW)
     assert run.router.engines == [OLD]
     assert run.fleet.num_new == 1
@@ -84,7 +84,7 @@ def test_one_that_comes_during_a_push_waits_for_the_next(world: Any) -> None:
     run = world(1)
     run.fleet.recover()
     offered = run.fleet.offer()
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     run.wait_for(1, State.NEW)
     run.fleet.admit()
     assert [info.rank for info in offered] == [0]
@@ -94,7 +94,7 @@ def test_one_that_comes_during_a_push_waits_for_the_next(world: Any) -> None:
 
 def test_without_a_trainer_it_gets_requests_when_it_generates(world: Any) -> None:
     run = world(1, debug_rollout_only=True)
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     run.wait_for(1, State.SERVING)
     assert run.router.engines == [OLD, NEW]
 
@@ -105,7 +105,7 @@ def test_an_added_engine_stays_on_the_host_when_servers_listen_on_loopback(
 ) -> None:
     run = world(1)
     run.fleet.slots.loopback = is_one_host  # as decided at the start
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     assert FakeReservation.pinned is is_one_host
 
 
@@ -151,7 +151,7 @@ def test_engines_leave_while_slots_are_being_reserved(world: Any, monkeypatch: p
 
     monkeypatch.setattr(engine_slots, "Reservation", SlowReservation)
     pool = ThreadPoolExecutor(1)
-    added = pool.submit(run.fleet.add)
+    added = pool.submit(run.fleet.lifecycle.add)
     assert asked.wait(PATIENCE_S)
     try:
         leave_in_background(run, [1]).result(PATIENCE_S / 10)
@@ -165,22 +165,22 @@ def test_engines_leave_while_slots_are_being_reserved(world: Any, monkeypatch: p
 def test_more_than_the_cluster_or_the_bound_allows_is_refused_whole(world: Any) -> None:
     run = world(1, rollout_max_engines=4)
     with pytest.raises(EngineChangeError, match="no room for engine 3"):
-        run.fleet.add(count=3)
+        run.fleet.lifecycle.add(count=3)
     assert FakeReservation.free == 2  # the two that there was room for were given back
     assert ranks(run) == [0]
     with pytest.raises(EngineChangeError, match="1 engines; 4 more would exceed --rollout-max-engines 4"):
-        run.fleet.add(count=4)
-    assert run.fleet.add() == [4]  # numbers are not used again
+        run.fleet.lifecycle.add(count=4)
+    assert run.fleet.lifecycle.add() == [4]  # numbers are not used again
     with pytest.raises(EngineChangeError, match="no model 'judge' is served; there are default"):
-        run.fleet.add("judge")
+        run.fleet.lifecycle.add("judge")
     with pytest.raises(EngineChangeError, match="model default has no decode engine"):
-        run.fleet.add(worker_type="decode")
+        run.fleet.lifecycle.add(worker_type="decode")
 
 
 def test_one_that_does_not_start_leaves_no_trace(world: Any, caplog: Any) -> None:
     run = world(1)
     Engine.broken_starts.append("out of memory")
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     for _ in range(2000):
         if "could not be added" in caplog.text and ranks(run) == [0]:
             break
@@ -194,7 +194,7 @@ def test_one_that_does_not_start_leaves_no_trace(world: Any, caplog: Any) -> Non
 
 def test_an_engine_that_shares_devices_with_the_trainer_stays(world: Any) -> None:
     run = world(2, colocate=True, offload_rollout=True)
-    for change in (lambda: run.fleet.add(), lambda: run.fleet.remove([1], 0.0)):
+    for change in (lambda: run.fleet.lifecycle.add(), lambda: run.fleet.lifecycle.remove([1], 0.0)):
         with pytest.raises(EngineChangeError, match=r"engine . shares devices with the trainer"):
             change()
     assert ranks(run, State.SERVING) == [0, 1]
@@ -212,7 +212,7 @@ def test_a_removed_engine_ends_when_it_holds_no_request_and_its_slots_are_free(
     forgotten: list[str] = []
     monkeypatch.setattr(run_key, "forget", forgotten.append)
     url = run.router.engines[0]
-    assert run.fleet.remove([0], PATIENCE_S) == 0
+    assert run.fleet.lifecycle.remove([0], PATIENCE_S) == 0
     assert Engine.started[0].is_ended.is_set()
     assert forgotten == [url]
     assert run.router.engines == [NEW]
@@ -220,7 +220,7 @@ def test_a_removed_engine_ends_when_it_holds_no_request_and_its_slots_are_free(
     assert push(run) == [NEW]
     assert not any("abort" in call for _, call in Client.calls)
     # The next one takes its place in the run's own slots.
-    assert run.fleet.add() == [2]
+    assert run.fleet.lifecycle.add() == [2]
     run.wait_for(2, State.NEW)
     assert Engine.started[-1].plan.gpu_offset == 0
     assert FakeReservation.free == 2
@@ -236,11 +236,11 @@ def test_what_it_holds_at_the_deadline_is_aborted(world: Any, monkeypatch: pytes
         return 0 if (client.url, "abort_all") in Client.calls else 5
 
     monkeypatch.setattr(Client, "num_requests", held)
-    assert run.fleet.take_off([1], 0.02) == 5
+    assert run.fleet.lifecycle.take_off([1], 0.02) == 5
     assert ranks(run, State.DRAINING) == [1]
     assert not Engine.started[1].is_ended.is_set()
     assert push(run) == [OLD]
-    assert run.fleet.remove([1], 0.02) == 0
+    assert run.fleet.lifecycle.remove([1], 0.02) == 0
     assert Engine.started[1].is_ended.is_set()
 
 
@@ -256,7 +256,7 @@ def test_one_that_is_busy_is_not_taken_to_have_ended(world: Any, monkeypatch: py
 
         monkeypatch.setattr(Client, "num_requests", num_requests)
 
-    monkeypatch.setattr(elastic, "ABORT_DEADLINE_S", 0.02)
+    monkeypatch.setattr(engine_members, "ABORT_DEADLINE_S", 0.02)
     late = EngineTimeoutError("GET", OLD, status=None, body="none within 30 s")
     for error, left in (
         (late, 1),
@@ -264,10 +264,10 @@ def test_one_that_is_busy_is_not_taken_to_have_ended(world: Any, monkeypatch: py
         (EngineError("GET", OLD, status=None, body="connection refused"), 0),
     ):
         failing(error)
-        assert run.fleet.take_off([0], 0.02) == left
+        assert run.fleet.lifecycle.take_off([0], 0.02) == left
     failing(late)
     run.member(0).engine.ended_by = "its node is gone"
-    assert run.fleet.take_off([0], 0.02) == 0
+    assert run.fleet.lifecycle.take_off([0], 0.02) == 0
 
 
 def test_a_second_removal_of_one_that_is_leaving_returns_when_it_has_left(world: Any) -> None:
@@ -282,30 +282,30 @@ def test_a_second_removal_of_one_that_is_leaving_returns_when_it_has_left(world:
     assert (first.result(PATIENCE_S), second.result(PATIENCE_S)) == (0, 0)
     assert ranks(run) == [0]
     assert run.fleet.members.removed == 1
-    assert run.fleet.remove([], 0.0) == 0
+    assert run.fleet.lifecycle.remove([], 0.0) == 0
 
 
 def test_the_last_engine_stays_and_so_do_as_many_as_the_bound_says(world: Any) -> None:
     run = world(3, rollout_min_engines=2)
     with pytest.raises(EngineChangeError, match="1 engines would be left, fewer than --rollout-min-engines 2"):
-        run.fleet.remove([0, 1], 0.0)
-    run.fleet.remove([0], 0.0)
-    run.fleet.remove([1], 0.0, is_forced=True)
+        run.fleet.lifecycle.remove([0, 1], 0.0)
+    run.fleet.lifecycle.remove([0], 0.0)
+    run.fleet.lifecycle.remove([1], 0.0, is_forced=True)
     with pytest.raises(EngineChangeError, match="no other regular engine of model default gets requests"):
-        run.fleet.remove([2], 0.0, is_forced=True)
+        run.fleet.lifecycle.remove([2], 0.0, is_forced=True)
     with pytest.raises(EngineChangeError, match="there is no engine 0; there are 2"):
-        run.fleet.remove([0], 0.0)
+        run.fleet.lifecycle.remove([0], 0.0)
     assert ranks(run, State.SERVING) == [2]
 
 
 def test_removal_of_the_only_one_that_serves_waits_until_the_added_one_does(world: Any) -> None:
     run = world(1)
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     run.wait_for(1, State.NEW)
     with pytest.raises(EngineChangeError, match="no other regular engine"):
-        run.fleet.remove([0], 0.0)
+        run.fleet.lifecycle.remove([0], 0.0)
     push(run)
-    run.fleet.remove([0], 0.0)
+    run.fleet.lifecycle.remove([0], 0.0)
     assert run.router.engines == [NEW]
 
 
@@ -328,7 +328,7 @@ def test_a_push_that_takes_longer_continues_without_it(world: Any) -> None:
     run = world(2)
     run.fleet.recover()
     first = run.fleet.offer()
-    run.fleet.remove([1], 0.05)
+    run.fleet.lifecycle.remove([1], 0.05)
     assert Engine.started[1].is_ended.is_set()
     run.fleet.mark_unreachable_dead()
     assert [info.rank for info in first if info not in run.fleet.offer()] == [1]
@@ -339,7 +339,7 @@ def test_a_push_that_takes_longer_continues_without_it(world: Any) -> None:
 
 def test_a_new_engine_removed_while_it_is_admitted_does_not_stay_on_the_router(world: Any) -> None:
     run = world(1)
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     run.wait_for(1, State.NEW)
     added = run.router.add_engine
 
@@ -357,7 +357,7 @@ def test_lost_engines_may_be_removed_unless_they_are_restarted(world: Any) -> No
     run = world(2)
     Engine.started[1].ended_by = "it ended"
     run.fleet.reap_exited()
-    run.fleet.remove([1], 0.0)
+    run.fleet.lifecycle.remove([1], 0.0)
     assert ranks(run) == [0]
 
     run = world(2, use_fault_tolerance=True)
@@ -365,7 +365,7 @@ def test_lost_engines_may_be_removed_unless_they_are_restarted(world: Any) -> No
     run.member(1).engine.ended_by = "it ended"  # type: ignore[attr-defined]
     run.fleet.reap_exited()
     with pytest.raises(EngineChangeError, match="engine 1 is being started"):
-        run.fleet.remove([1], 0.0)
+        run.fleet.lifecycle.remove([1], 0.0)
     Engine.gate.set()
     run.wait_for(1, State.NEW)
 
@@ -377,7 +377,7 @@ def test_the_only_engine_dies_while_another_is_added(world: Any) -> None:
     """The one that was added serves from a push in the middle of the rollout on, whatever becomes of the lost one."""
     run = world(1, use_fault_tolerance=True)
     Engine.gate.clear()
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     Engine.broken_starts += ["broken"] * 3
     lost = run.member(0)
     lost.engine.ended_by = "engine 0 was ended by signal 9"  # type: ignore[attr-defined]
@@ -395,7 +395,7 @@ def test_the_only_engine_dies_while_another_is_added(world: Any) -> None:
 def test_neither_the_lost_nor_the_added_engine_starts(world: Any) -> None:
     run = world(1, use_fault_tolerance=True)
     Engine.gate.clear()
-    run.fleet.add()
+    run.fleet.lifecycle.add()
     Engine.broken_starts += ["broken"] * 4
     run.member(0).engine.ended_by = "engine 0 was ended by signal 9"
     run.fleet.reap_exited()
@@ -412,8 +412,8 @@ def test_engines_leave_nodes_that_ray_takes_away(world: Any, monkeypatch: pytest
     monkeypatch.setattr(scaling.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(scaling.ray._private.state.state, "get_draining_nodes", lambda: {"b": 0}, raising=False)
     where = {0: "a", 1: "b"}
-    monkeypatch.setattr(run.fleet, "on_nodes", lambda nodes: [r for r in ranks(run) if where[r] in nodes])
-    watch = run.fleet._scaling
+    monkeypatch.setattr(run.fleet.scaling, "on_nodes", lambda nodes: [r for r in ranks(run) if where[r] in nodes])
+    watch = run.fleet.scaling
     watch.heed_notices()
     assert Engine.started[1].is_ended.wait(PATIENCE_S)
     assert "Ray takes nodes away: engines 1 leave within 60 s" in caplog.text
@@ -426,12 +426,12 @@ def test_engines_leave_nodes_that_ray_takes_away(world: Any, monkeypatch: pytest
     stay = False
     monkeypatch.setattr(engine_slots, "slots_stay", lambda slots, plan: stay)
     with pytest.raises(EngineChangeError, match="no room"):
-        run.fleet.add()
+        run.fleet.lifecycle.add()
     stay = True
-    (added,) = run.fleet.add()
+    (added,) = run.fleet.lifecycle.add()
     run.wait_for(added, State.NEW)
     assert run.member(added).engine.plan.gpu_offset == 1
-    run.fleet.remove([added], 0.0, is_forced=True)
+    run.fleet.lifecycle.remove([added], 0.0, is_forced=True)
     where[0] = "b"
     watch.heed_notices()
     for _ in range(2000):
@@ -455,7 +455,7 @@ def test_a_function_says_how_many_engines_there_are(world: Any, monkeypatch: pyt
     )
     load = {"loads": [{"num_running_reqs": 3, "num_waiting_reqs": 4}]}
     monkeypatch.setattr(Client, "loads", lambda client, timeout: load, raising=False)
-    watch = run.fleet._scaling
+    watch = run.fleet.scaling
     WANTED["answer"] = {"default": 5}
     watch.scale()
     assert WANTED["seen"] == {
@@ -490,7 +490,7 @@ def test_nothing_is_removed_while_no_engine_lives(world: Any, monkeypatch: pytes
         run.member(rank).engine.ended_by = "it ended"
     run.fleet.reap_exited()
     WANTED["answer"] = {"default": 1}
-    run.fleet._scaling.scale()
+    run.fleet.scaling.scale()
     assert "without engines" not in caplog.text
     Engine.gate.set()
 

@@ -10,7 +10,7 @@ import pytest
 
 from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import health as engine_health
-from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines import lifecycle as engine_lifecycle
 from slime.ray.manager.engines import served_model
 from slime.ray.manager.engines.members import State
 from slime.servers import http_utils
@@ -129,7 +129,7 @@ def test_a_lost_engine_is_restarted_with_weights_first_and_requests_then(world: 
 
 def test_health_checks_pause_while_weights_are_taken(world: Any) -> None:
     run = world(use_fault_tolerance=True)
-    monitor = run.fleet._monitor
+    monitor = run.fleet.health
     assert not monitor.is_active
     run.fleet.resume_checks()
     assert monitor.is_active
@@ -148,12 +148,12 @@ def test_health_checks_pause_while_weights_are_taken(world: Any) -> None:
 def test_an_engine_that_fails_its_checks_is_lost_with_its_log(world: Any, caplog: Any) -> None:
     run = world(use_fault_tolerance=True)
     run.fleet.resume_checks()
-    run.fleet._monitor.check()
+    run.fleet.health.check()
     Client.silent.add("http://e1:2")
-    run.fleet._monitor.check()
-    run.fleet._monitor.check()
+    run.fleet.health.check()
+    run.fleet.health.check()
     assert "http://e1:2" in run.router.engines
-    run.fleet._monitor.check()
+    run.fleet.health.check()
     assert run.router.engines == ["http://e0:1"]
     assert Engine.started[1].is_ended.wait(PATIENCE_S)
     reported = next(r.message for r in caplog.records if r.levelno == logging.ERROR)
@@ -214,7 +214,7 @@ def test_an_engine_that_does_not_restart_is_tried_again_and_then_given_up(world:
     Engine.started[0].ended_by = "killed"
     run.fleet.reap_exited()
     assert run.fleet.recover() == 0
-    assert len(Engine.started) == 2 + engine_restarts.ATTEMPTS
+    assert len(Engine.started) == 2 + engine_lifecycle.ATTEMPTS
     assert all(engine.is_ended.is_set() for engine in Engine.started if engine.plan.rank == 0)
     assert "could not be restarted in 3 attempts" in caplog.text
     assert "no memory left" in caplog.text
@@ -231,7 +231,7 @@ def test_an_engine_whose_node_is_gone_is_not_given_up_and_not_waited_for(world: 
     Engine.without_slots.add(0)
     Engine.started[0].ended_by = "its actor ended, and the engine with it"
     run.fleet.reap_exited()
-    wait_until(lambda: len(Engine.started) > 2 + 2 * engine_restarts.ATTEMPTS)
+    wait_until(lambda: len(Engine.started) > 2 + 2 * engine_lifecycle.ATTEMPTS)
     assert run.fleet.recover() == 0
     assert push(run) == ["http://e1:2"]
     assert caplog.text.count("a node of its slots is gone. It is started as soon as a node has.") == 1
@@ -390,7 +390,7 @@ def test_a_router_that_is_started_again_continues_without_an_engine_that_does_no
         Engine.started[0].ended_by = "engine 0 (pid 7) was ended by signal 9"
     run.router.refuses.add("http://e0:1")  # it does not answer the router
     run.router.ended_by = "router (pid 3) was ended by signal 9."
-    run.fleet._revive_router(run.fleet.models[0])
+    run.fleet.lifecycle.revive_router(run.fleet.models[0])
     assert run.router.engines == ["http://e1:2"]
     assert run.fleet.members.lost == 1
     assert ("ended by signal 9" if how == "ended" else "it cannot join the router again") in caplog.text
@@ -405,7 +405,7 @@ def test_a_router_and_its_only_engine_end_together(world: Any) -> None:
     Engine.started[0].ended_by = "killed"
     run.router.refuses.add("http://e0:1")
     run.router.ended_by = "killed"
-    run.fleet._revive_router(run.fleet.models[0])
+    run.fleet.lifecycle.revive_router(run.fleet.models[0])
     assert run.fleet.recover() == 1
     push(run)
     assert run.router.engines == ["http://e0:2"]
@@ -425,7 +425,7 @@ def test_a_router_that_ends_again_while_engines_join_costs_no_engine(world: Any)
     run.router.add_engine = add_engine
     run.router.ended_by = "killed"
     for _ in range(2):
-        run.fleet._revive_router(run.fleet.models[0])
+        run.fleet.lifecycle.revive_router(run.fleet.models[0])
     assert run.router.restarts == 2
     assert run.router.engines == ["http://e0:1", "http://e1:2"]
     assert run.fleet.members.lost == 0
@@ -511,7 +511,7 @@ def test_nothing_is_started_again_once_the_fleet_stops(world: Any) -> None:
     Engine.gate.set()
     stopping.join(PATIENCE_S)
     assert len(Engine.started) == 3
-    run.fleet.mark_dead(run.member(1), "too late")
+    run.fleet.lifecycle.mark_dead(run.member(1), "too late")
     assert run.fleet.members.lost == 1
 
 

@@ -24,7 +24,7 @@ from slime.backends.sglang_utils.external import (
 from slime.backends.sglang_utils.router import RunningRouter
 from slime.ray.manager.engines import external
 from slime.ray.manager.engines import fleet as engine_fleet
-from slime.ray.manager.engines import restarts as engine_restarts
+from slime.ray.manager.engines import lifecycle as engine_lifecycle
 from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.engines.members import State
 from slime.servers.types import EngineInfo
@@ -64,8 +64,8 @@ def args_for(*servers: ExternalServer, **changes: Any) -> Any:
 def attached(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., World]]:
     """Makes a fleet over servers, started; keyword arguments replace those of the run."""
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
-    monkeypatch.setattr(engine_restarts, "RETRY_DELAY_S", 0.01)
-    monkeypatch.setattr(engine_restarts, "WAIT_POLL_S", 0.01)
+    monkeypatch.setattr(engine_lifecycle, "RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr(engine_lifecycle, "WAIT_POLL_S", 0.01)
     monkeypatch.setattr(external, "GENERATE_POLL_S", 0.01)
     monkeypatch.setattr(engine_fleet, "spans_one_host", lambda: True)
     router = Router()

@@ -88,7 +88,7 @@ fleets: list[FakeFleet] = []
 def with_engines(
     make_manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[RolloutManager, Any]]]:
-    monkeypatch.setattr(rollout_manager, "ElasticFleet", FakeFleet)
+    monkeypatch.setattr(rollout_manager, "EngineFleet", FakeFleet)
     monkeypatch.setattr(rollout_manager, "init_http_client", lambda args: None)
     fleets.clear()
 

@@ -10,8 +10,8 @@ import pytest
 
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import lifecycle as engine_lifecycle
 from slime.ray.manager.engines import members as engine_members
-from slime.ray.manager.engines import restarts as engine_restarts
 from slime.ray.manager.engines.members import Members, State
 from slime.ray.manager.engines.served_model import ROUTER_RESTARTS, ServedModel, new_router
 from tests.support.fake_fleet import PATIENCE_S, Client, Engine, World, push
@@ -138,9 +138,9 @@ def test_requests_are_counted_where_they_are_decoded(served: Any) -> None:
 
 def test_requests_are_counted_there_after_changes_too(served: Any) -> None:
     run = served(DISAGGREGATED, slots=3)
-    run.fleet.remove([1], 0.0)
+    run.fleet.lifecycle.remove([1], 0.0)
     assert run.fleet.args.sglang_model_engines == {"actor": 1}
-    run.fleet.add(worker_type="decode")
+    run.fleet.lifecycle.add(worker_type="decode")
     assert run.fleet.args.sglang_model_engines == {"actor": 2}
 
 
@@ -172,7 +172,7 @@ def test_a_prefill_engine_is_back_after_a_push(served: Any, caplog: Any) -> None
 
 def test_a_prefill_engine_that_cannot_be_started_ends_the_run(served: Any) -> None:
     run = served(DISAGGREGATED, slots=3, use_fault_tolerance=True)
-    Engine.broken_starts = ["broken"] * engine_restarts.ATTEMPTS
+    Engine.broken_starts = ["broken"] * engine_lifecycle.ATTEMPTS
     kill(run, 0)
     assert run.events.failed.wait(PATIENCE_S)
 
@@ -227,11 +227,11 @@ def test_without_the_flag_the_other_judge_continues(served: Any, caplog: Any) ->
 
 def test_a_judge_that_cannot_be_restarted_ends_the_run_when_it_is_the_last(served: Any) -> None:
     run = served(TWO_JUDGES, slots=4, use_fault_tolerance=True)
-    Engine.broken_starts += ["no memory"] * engine_restarts.ATTEMPTS
+    Engine.broken_starts += ["no memory"] * engine_lifecycle.ATTEMPTS
     kill(run, 1)
-    run.fleet._restarts.wait_stopped()
+    run.fleet.lifecycle._join(PATIENCE_S, lambda plan: True)
     assert not run.events.failed.is_set()
-    Engine.broken_starts += ["no memory"] * engine_restarts.ATTEMPTS
+    Engine.broken_starts += ["no memory"] * engine_lifecycle.ATTEMPTS
     kill(run, 2)
     assert run.events.failed.wait(PATIENCE_S)
     expected = "no engine of model judge is left: engine 2 of model judge could not be restarted in 3 attempts"
@@ -333,9 +333,9 @@ def test_a_judge_that_does_not_start_in_its_turn_tries_again_in_the_next(served:
     Engine.broken_starts.append("no memory")
     kill(run, 1)
     run.wait_for(1, State.STARTING)
-    run.fleet._released = {"weights"}  # the trainer's turn begins
+    run.fleet.lifecycle.released = {"weights"}  # the trainer's turn begins
     Engine.gate.set()
-    run.fleet._restarts.wait_for_devices(PATIENCE_S)
+    run.fleet.lifecycle.wait_for_devices()
     assert len(Engine.started) == 3
     run.fleet.resume_memory()
     run.wait_for(1, State.SERVING)

@@ -16,7 +16,7 @@ import pytest
 from slime.ray.driver import serving
 from slime.ray.driver.program import Terminated
 from slime.ray.driver.serving import ServingManager, serve, table
-from slime.ray.manager.engines import fleet as engine_fleet
+from slime.ray.manager.engines import members as engine_members
 from slime.ray.manager.engines.members import State
 from slime.ray.remote import EngineDied, RemoteFailure
 from slime.servers.http import EngineError
@@ -44,7 +44,7 @@ def test_draining_takes_all_engines_off_and_waits_for_their_requests(
         return held[client.url].pop(0) if held[client.url] else 0
 
     monkeypatch.setattr(Client, "num_requests", num_requests)
-    monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_members, "DRAIN_INTERVAL_S", 0.001)
     assert run.fleet.drain(30.0) == 0
     assert listed == [[]] * len(listed)  # all were off the router first
     assert held["http://e0:1"] == []  # it was seen without requests twice, in a row
@@ -54,7 +54,7 @@ def test_draining_takes_all_engines_off_and_waits_for_their_requests(
 def test_draining_ends_at_its_deadline(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = served_world(world)
     monkeypatch.setattr(Client, "num_requests", lambda client: 3)
-    monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_members, "DRAIN_INTERVAL_S", 0.001)
     assert run.fleet.drain(0.0) == 6
     assert run.fleet.drain(0.01) == 6
 
@@ -66,7 +66,7 @@ def test_an_engine_that_ends_while_it_drains_holds_nothing(world: Any, monkeypat
         raise EngineError("GET", client.url, status=None, body="no reply")
 
     monkeypatch.setattr(Client, "num_requests", gone)
-    monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_members, "DRAIN_INTERVAL_S", 0.001)
     assert run.fleet.drain(30.0) == 0
     run.member(0).engine.ended_by = "engine 0 exited with code 3."  # type: ignore[attr-defined]
     run.fleet.reap_exited()
@@ -78,7 +78,7 @@ def test_an_engine_that_is_being_restarted_does_not_join_a_drained_router(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = served_world(world)
-    monkeypatch.setattr(engine_fleet, "DRAIN_INTERVAL_S", 0.001)
+    monkeypatch.setattr(engine_members, "DRAIN_INTERVAL_S", 0.001)
     Engine.gate.clear()
     run.member(0).engine.ended_by = "engine 0 exited with code 3."  # type: ignore[attr-defined]
     run.fleet.reap_exited()
@@ -106,7 +106,7 @@ def manager(world: Any, monkeypatch: pytest.MonkeyPatch) -> ServingManager:
     """A serving manager whose fleet has been started."""
     monkeypatch.setattr(serving.worker, "begin", lambda args, name: None)
     run = served_world(world, rollout_num_gpus=2)
-    monkeypatch.setattr(serving, "ElasticFleet", lambda *given: SimpleFleet(run))
+    monkeypatch.setattr(serving, "EngineFleet", lambda *given: SimpleFleet(run))
     made = ServingManager(run.fleet.args)
     made.world = run  # type: ignore[attr-defined]
     assert made.start((None, [0, 1], [0, 1]), {}) == run.fleet.args.sglang_api_key
@@ -137,8 +137,8 @@ def test_the_deployment_says_who_serves_where(manager: Any) -> None:
             ],
         }
     }
-    assert run.fleet._monitor is not None
-    assert run.fleet._monitor.is_active
+    assert run.fleet.health is not None
+    assert run.fleet.health.is_active
     Engine.gate.clear()
     run.member(1).engine.ended_by = "engine 1 exited with code 3."
     run.fleet.reap_exited()

@@ -12,7 +12,8 @@ import ray
 from slime.arguments.args import Args
 from slime.arguments.placement import engine_sizes, models_of
 from slime.ray.manager.engines import canary
-from slime.ray.manager.engines.elastic import ElasticFleet
+from slime.ray.manager.engines.fleet import EngineFleet
+from slime.ray.manager.engines.lifecycle import EngineLifecycle
 from slime.ray.manager.engines.members import EngineChangeError, State
 from slime.ray.remote import EngineDied, EnginesNeedWeights, reports_errors
 from slime.servers.engine_client import WeightCheck
@@ -51,7 +52,7 @@ class EngineControl:
 
     def __init__(self, args: Args, generating: threading.Lock) -> None:
         self.args, self._generating = args, generating
-        self.fleet: ElasticFleet | None = None
+        self.fleet: EngineFleet | None = None
         self.ready = threading.Event()
         self._failure: Exception | None = None
         self._over = threading.Event()
@@ -170,18 +171,18 @@ class EngineControl:
 
     @reports_errors
     def add_engines(self, model: str | None = None, count: int = 1, worker_type: str | None = None) -> list[int]:
-        """Start more engines of ``model`` in the background; return their numbers. See ``ElasticFleet.add``."""
-        return self._elastic().add(model, count, worker_type)
+        """Start more engines of ``model`` in the background; return their numbers. See ``EngineLifecycle.add``."""
+        return self._lifecycle().add(model, count, worker_type)
 
     @reports_errors
     def drain_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
         """Send no more requests to the engines ``ranks``; return when they hold none, and how many were aborted."""
-        return self._elastic().take_off(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+        return self._lifecycle().take_off(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
 
     @reports_errors
     def remove_engines(self, ranks: Sequence[int], timeout_s: float | None = None) -> int:
         """``drain_engines``, and end them."""
-        return self._elastic().remove(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
+        return self._lifecycle().remove(ranks, self.args.drain_timeout if timeout_s is None else timeout_s)
 
     @reports_errors
     def offload(self) -> None:
@@ -245,14 +246,14 @@ class EngineControl:
     # Events of the fleet
 
     def engines_failed(self, failure: EngineDied) -> None:
-        """The run cannot continue: see ``fleet.Events``."""
+        """The run cannot continue: see ``lifecycle.Events``."""
         self._failure = failure
         self.end_waits()
         async_utils.interrupt(failure)
         threading.Thread(target=self._interrupt_until_idle, args=(failure,), name="engine-failure", daemon=True).start()
 
     def engines_need_weights(self) -> None:
-        """No engine serves, and one could: see ``fleet.Events``."""
+        """No engine serves, and one could: see ``lifecycle.Events``."""
         self._weights_needed.set()
 
     def end_waits(self) -> None:
@@ -269,11 +270,11 @@ class EngineControl:
 
     # Inside
 
-    def _elastic(self) -> ElasticFleet:
+    def _lifecycle(self) -> EngineLifecycle:
         if self.fleet is None:
             raise EngineChangeError("the run has no engines (--debug-train-only)")
         self.wait_until_ready()
-        return self.fleet
+        return self.fleet.lifecycle
 
     def _interrupt_until_idle(self, failure: EngineDied) -> None:
         """Interrupt what is in progress until it ends: it may have begun to wait after the first interrupt."""

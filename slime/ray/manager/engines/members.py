@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 from slime.arguments.placement import EnginePlan
 from slime.ray.remote import RemoteFailure
 from slime.servers.engine_client import EngineClient
+from slime.servers.http import EngineTimeoutError, ServerError
 from slime.servers.types import EngineInfo
 
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 """The parts of an engine's memory."""
 DRAIN_S, DRAIN_POLL_S = 30.0, 0.1
+DRAIN_INTERVAL_S = 0.5
+ABORT_DEADLINE_S, ABORT_INTERVAL_S = 30.0, 2.0
+
+logger = logging.getLogger(__name__)
 
 
 class EngineChangeError(RemoteFailure):
@@ -183,6 +190,18 @@ class Members:
         """Return all members, by rank."""
         return self.of(*State)
 
+    def updatable(self, *states: State) -> list[Member]:
+        """Return the members in one of ``states`` that get the trainer's weights, by rank."""
+        return [member for member in self.of(*states) if member.engine.plan.update_weights]
+
+    def numbered(self, rank: int) -> Member:
+        """Return the member of engine ``rank``. Raises EngineChangeError where there is none."""
+        members = self.all()
+        for member in members:
+            if member.rank == rank:
+                return member
+        raise EngineChangeError(f"there is no engine {rank}; there are {', '.join(str(m.rank) for m in members)}")
+
     def change(self, member: Member, before: Sequence[State], after: State) -> bool:
         """Put ``member`` into the state ``after`` if it is in one of ``before``; return whether it was."""
         with self._lock:
@@ -201,3 +220,49 @@ class Members:
                 self.added += 1
             elif state is State.NEW:
                 self.restarted_of[member.engine.plan.model] += 1
+
+
+def in_parallel(action: Callable[[Member], Any], members: Sequence[Member]) -> list[Any]:
+    """Do ``action`` on all ``members`` at once; return the results."""
+    if not members:
+        return []
+    with ThreadPoolExecutor(len(members)) as pool:
+        return list(pool.map(action, members))
+
+
+def wait_until_idle(members: Sequence[Member], deadline: float) -> int:
+    """Return how many requests ``members`` hold: some only when it has become ``deadline``.
+
+    One that does not answer in time may be at work, and counts as one request.
+    """
+    was_idle = False
+    while (left := sum(in_parallel(_requests_of, members))) or not was_idle:
+        if time.monotonic() >= deadline:
+            break
+        was_idle = not left  # the reply of the last request may still be in transit
+        time.sleep(DRAIN_INTERVAL_S)
+    return left
+
+
+def _requests_of(member: Member) -> int:
+    """Return the number of requests of ``member``: 0 where it has ended, 1 where it runs and does not report it."""
+    try:
+        return member.client.num_requests()
+    except ServerError as e:
+        is_there = e.status is not None or isinstance(e, EngineTimeoutError)
+        return 1 if is_there and member.engine.poll() is None else 0
+
+
+def abort_requests(members: Sequence[Member]) -> None:
+    """Abort what ``members`` hold, and wait until it is answered; one that has ended holds nothing any more."""
+    deadline = time.monotonic() + ABORT_DEADLINE_S
+    while time.monotonic() < deadline:
+        for member in members:
+            try:
+                member.client.abort_all()
+            except ServerError as e:
+                logger.warning("%s does not abort its requests: %s", member, e)
+        # The router may have been about to send one.
+        if not wait_until_idle(members, time.monotonic() + ABORT_INTERVAL_S):
+            return
+    logger.error("engines that are to leave still hold requests %g s after the abort", ABORT_DEADLINE_S)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Set
 
 import ray
 
-from slime.ray.manager.engines.members import LIVING, EngineChangeError, Member, State
+from slime.ray.manager.engines.engine import RayEngine
+from slime.ray.manager.engines.lifecycle import EngineLifecycle
+from slime.ray.manager.engines.members import LIVING, EngineChangeError, State
 from slime.rollout.hooks.hook import Hook, find_hook
 from slime.servers.http import ServerError
 from slime.servers.loads import num_requests_from_load, num_waiting_from_load
@@ -21,28 +22,12 @@ NOTICE_INTERVAL_S = 2.0
 LOAD_TIMEOUT_S = 5.0
 
 
-class Fleet(Protocol):
-    """The fleet that engines join and leave: ``elastic.ElasticFleet``."""
-
-    @property
-    def args(self) -> Any: ...
-    @property
-    def models(self) -> Sequence[Any]: ...
-
-    def add(self, model: str | None = None, count: int = 1) -> list[int]: ...
-    def remove(
-        self, ranks: Sequence[int], drain_s: float, *, is_forced: bool = False, are_lost: bool = False
-    ) -> int: ...
-    def staying(self, model: str) -> list[Member]: ...
-    def on_nodes(self, nodes: Set[str]) -> list[int]: ...
-
-
 class Scaling:
     """A thread that removes engines from nodes that Ray drains, and calls ``--custom-engine-scaling-path``."""
 
-    def __init__(self, fleet: Fleet, stopping: threading.Event) -> None:
-        self._fleet, self._stopping = fleet, stopping
-        self._hook: Hook | None = find_hook(fleet.args, "custom_engine_scaling_path")
+    def __init__(self, lifecycle: EngineLifecycle) -> None:
+        self._lifecycle, self._stopping = lifecycle, lifecycle.stopping
+        self._hook: Hook | None = find_hook(lifecycle.args, "custom_engine_scaling_path")
         self._leaving: set[int] = set()
         self._said: set[str] = set()
 
@@ -51,7 +36,7 @@ class Scaling:
         threading.Thread(target=self._run, name="engine-scaling", daemon=True).start()
 
     def _run(self) -> None:
-        interval = float(self._fleet.args.engine_scaling_interval)
+        interval = float(self._lifecycle.args.engine_scaling_interval)
         due = time.monotonic() + interval
         while not self._stopping.wait(min(NOTICE_INTERVAL_S, interval)):
             self._attempt(self.heed_notices)
@@ -82,11 +67,11 @@ class Scaling:
         nodes: Mapping[str, int] = ray._private.state.state.get_draining_nodes() if ray.is_initialized() else {}
         if not nodes:
             return
-        ranks = [rank for rank in self._fleet.on_nodes(nodes.keys()) if rank not in self._leaving]
+        ranks = [rank for rank in self.on_nodes(nodes.keys()) if rank not in self._leaving]
         if not ranks:
             return
         last = min((at for at in nodes.values() if at), default=0)
-        drain_s = float(self._fleet.args.drain_timeout)
+        drain_s = float(self._lifecycle.args.drain_timeout)
         if last:
             drain_s = min(drain_s, max(0.0, last / 1000 - time.time()) / 2)  # what is left is for ending them
         self._leaving.update(ranks)
@@ -94,37 +79,46 @@ class Scaling:
         for rank in ranks:
             threading.Thread(target=self._attempt, args=(lambda rank=rank: self._leave(rank, drain_s),)).start()
 
+    def on_nodes(self, nodes: Set[str]) -> list[int]:
+        """Return the engines that have a process on one of ``nodes``, and that slime started."""
+        found = []
+        for member in self._lifecycle.members.of(*LIVING):
+            engine = member.engine
+            if isinstance(engine, RayEngine) and not nodes.isdisjoint(engine.nodes()):
+                found.append(member.rank)
+        return found
+
     def _leave(self, rank: int, drain_s: float) -> None:
         try:
-            self._fleet.remove([rank], drain_s, is_forced=True, are_lost=True)
+            self._lifecycle.remove([rank], drain_s, is_forced=True, are_lost=True)
         finally:
             self._leaving.discard(rank)
 
     def scale(self) -> None:
         """Ask the hook how many engines each model is to have, and start or remove as many."""
         assert self._hook is not None
-        args = self._fleet.args
-        wanted = self._hook(args, {model.name: self._state_of(model.name) for model in self._fleet.models})
+        args = self._lifecycle.args
+        wanted = self._hook(args, {model.name: self._state_of(model.name) for model in self._lifecycle.models})
         if wanted is None:
             return
         if not isinstance(wanted, Mapping) or not all(isinstance(count, int) for count in wanted.values()):
             raise self._hook.returned(wanted, "None, or a dict {model: number of engines}")
         for name, count in wanted.items():
-            there = self._fleet.staying(name)
+            there = self._lifecycle.staying(name)
             most = args.rollout_max_engines
             more = max(args.rollout_min_engines, count if most is None else min(count, most)) - len(there)
             if more > 0:
                 logger.warning("%s: %d more engines of model %s", self._hook.flag, more, name)
-                self._fleet.add(name, more)
+                self._lifecycle.add(name, more)
             elif more < 0:
                 idle_first = sorted(there, key=lambda member: (member.state is State.SERVING, -member.rank))
                 leaving = [member.rank for member in idle_first if member.state in LIVING][:-more]
                 if leaving:  # those that are being started can be removed later
                     logger.warning("%s: model %s without engines %s", self._hook.flag, name, leaving)
-                    self._fleet.remove(leaving, float(args.drain_timeout))
+                    self._lifecycle.remove(leaving, float(args.drain_timeout))
 
     def _state_of(self, model: str) -> dict[str, int | None]:
-        members = self._fleet.staying(model)
+        members = self._lifecycle.staying(model)
         running = waiting = 0
         for member in members:
             if member.state is State.SERVING:
@@ -140,6 +134,6 @@ class Scaling:
             "serving": sum(member.state is State.SERVING for member in members),
             "running": running,
             "waiting": waiting,
-            "min": self._fleet.args.rollout_min_engines,
-            "max": self._fleet.args.rollout_max_engines,
+            "min": self._lifecycle.args.rollout_min_engines,
+            "max": self._lifecycle.args.rollout_max_engines,
         }

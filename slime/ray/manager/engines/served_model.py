@@ -12,7 +12,7 @@ from slime.arguments.placement import EnginePlan, models_of
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
 from slime.observability.run_dir import log_path
-from slime.ray.manager.engines.members import Member, Members, State
+from slime.ray.manager.engines.members import EngineChangeError, Member, Members, State
 from slime.servers.http import RouterError
 from slime.utils import run_key
 from slime.utils.network import _wrap_ipv6
@@ -63,6 +63,14 @@ class ServedModel:
         """Return True if its engines in one of ``states`` are enough to answer requests: one of each kind."""
         present = {member.engine.plan.worker_type for member in self.of(*states)}
         return present == {plan.worker_type for plan in self.plans}
+
+    def example(self, worker_type: str | None) -> EnginePlan:
+        """Return the plan of an engine of ``worker_type``, or of any. Raises EngineChangeError where there is none."""
+        for plan in self.plans:
+            if worker_type in (None, plan.worker_type):
+                return plan
+        kinds = ", ".join(sorted({plan.worker_type for plan in self.plans})) or "none"
+        raise EngineChangeError(f"model {self.name} has no {worker_type or ''} engine to start another like: {kinds}")
 
     def register(self, member: Member) -> None:
         """Send requests to ``member``. Raises RouterError."""

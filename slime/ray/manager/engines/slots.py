@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -32,13 +33,13 @@ LOOPBACK_ONLY = (
 class EngineSlots:
     """The slots of the engines of a run: ``slots``, and reservations for engines that were added.
 
-    ``loopback``: servers listen on loopback, so that all engines have to be on the node of this process. Callers take
-    and free slots one at a time; ``reserve`` may run meanwhile.
+    ``loopback``: servers listen on loopback, so that all engines have to be on the node of this process.
     """
 
     def __init__(self, slots: Slots, wiring: dict[str, Any]) -> None:
         self._slots, self.wiring = slots, wiring
         self.loopback = True
+        self._lock = threading.Lock()
         self._vacant: list[EnginePlan] = []
         """Removed engines whose slots, of those that the run started with, are free."""
         self._taken: list[EnginePlan] = []
@@ -66,19 +67,19 @@ class EngineSlots:
         reservation = self._reservations.get(plan.rank)
         return self._slots if reservation is None else reservation.slots
 
-    def take(self, like: EnginePlan, rank: int) -> EnginePlan | None:
-        """Return the plan of engine ``rank`` on slots that one like ``like`` has left; None where there are none."""
-        back = [plan for plan in self._taken if slots_stay(self._slots, plan)]
-        self._taken = [plan for plan in self._taken if plan not in back]
-        self._vacant += back
-        for plan in self._vacant:
-            if plan.group == like.group:
-                self._vacant.remove(plan)
-                return replace(plan, rank=rank)
-        return None
+    def place(self, like: EnginePlan, rank: int) -> EnginePlan:
+        """Return the plan of engine ``rank``, like ``like``, on slots that one has left, or on new ones.
 
-    def reserve(self, like: EnginePlan, rank: int) -> EnginePlan:
-        """Return the plan of engine ``rank``, like ``like``, on new slots. Raises EngineChangeError without room."""
+        Raises EngineChangeError where there are none.
+        """
+        with self._lock:
+            back = [plan for plan in self._taken if slots_stay(self._slots, plan)]
+            self._taken = [plan for plan in self._taken if plan not in back]
+            self._vacant += back
+            for plan in self._vacant:
+                if plan.group == like.group:
+                    self._vacant.remove(plan)
+                    return replace(plan, rank=rank)
         plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
         self._reservations[rank] = Reservation(plan, self.wiring, on_this_node=self.loopback)
         return plan
@@ -89,7 +90,8 @@ class EngineSlots:
         if reservation is not None:
             reservation.release()
         elif plan.url is None:
-            (self._taken if is_lost else self._vacant).append(plan)
+            with self._lock:
+                (self._taken if is_lost else self._vacant).append(plan)
 
 
 class _Probe:
