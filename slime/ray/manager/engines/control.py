@@ -62,10 +62,8 @@ class EngineControl:
     @reports_errors
     def get_updatable_engines(self) -> list[EngineInfo]:
         """Return the engines that follow the trainer's weights, once they are ready."""
-        if self.fleet is None:
-            return []
-        self.wait_until_ready()
-        return self.fleet.offer()
+        fleet = self.wait_until_ready()
+        return [] if fleet is None else fleet.offer()
 
     @reports_errors
     def get_updatable_engines_and_lock(self) -> tuple[list[EngineInfo], Any, int, list[int], list[int], list[Any]]:
@@ -95,10 +93,8 @@ class EngineControl:
         Returns how many engines wait for weights. They are among the updatable ones and get no requests before
         ``clear_updatable_num_new_engines``; until then nothing checks the engines' health.
         """
-        if self.fleet is None:
-            return 0
-        self.wait_until_ready()
-        return self.fleet.recover()
+        fleet = self.wait_until_ready()
+        return 0 if fleet is None else fleet.recover()
 
     @reports_errors
     def load_weights(self, directory: str, version: int, synchronous_loop: bool) -> None:
@@ -128,9 +124,8 @@ class EngineControl:
 
         ``hanging``: engine URL -> the call of the push that it did not answer; it may well answer others.
         """
-        if self.fleet is not None:
-            self.wait_until_ready()
-            self.fleet.mark_unreachable_dead(hanging)
+        if (fleet := self.wait_until_ready()) is not None:
+            fleet.mark_unreachable_dead(hanging)
 
     def health_monitoring_pause(self) -> None:
         """Stop health checks until ``health_monitoring_resume``, or the next rollout or evaluation."""
@@ -147,9 +142,8 @@ class EngineControl:
     @reports_errors
     def deployment(self) -> dict[str, dict[str, Any]]:
         """Return, by model, its checkpoint, the URL of its router, and its engines with their state."""
-        if self.fleet is None:
+        if (fleet := self.wait_until_ready()) is None:
             return {}
-        self.wait_until_ready()
         paths = {model.name: model.model_path for model in models_of(self.args) or ()}
         return {
             model.name: {
@@ -166,7 +160,7 @@ class EngineControl:
                     for member in model.of(*State)
                 ],
             }
-            for model in self.fleet.models
+            for model in fleet.models
         }
 
     @reports_errors
@@ -188,16 +182,14 @@ class EngineControl:
     def offload(self) -> None:
         """Release the memory (weights and key-value cache) of the engines that share devices with the trainer."""
         self.health_monitoring_pause()
-        if self.fleet is not None:
-            self.wait_until_ready()
-            self.fleet.release_memory()
+        if (fleet := self.wait_until_ready()) is not None:
+            fleet.release_memory()
 
     @reports_errors
     def onload(self, tags: Sequence[str] | None = None) -> None:
         """Reallocate the memory that engines have released: everything, or only ``tags``."""
-        if self.fleet is not None:
-            self.wait_until_ready()
-            self.fleet.resume_memory(tags)
+        if (fleet := self.wait_until_ready()) is not None:
+            fleet.resume_memory(tags)
 
     def onload_weights(self) -> None:
         """Reallocate the memory that weights are pushed into."""
@@ -212,18 +204,14 @@ class EngineControl:
         """Run ``action`` of the weight checker (snapshot, reset_tensors, compare, checksum) on all engines that serve
         the trainer's weights.
         """
-        if self.fleet is None:
-            return []
-        self.wait_until_ready()
-        return self.fleet.check_weights(action)
+        fleet = self.wait_until_ready()
+        return [] if fleet is None else fleet.check_weights(action)
 
     @reports_errors
     def ask_canary(self) -> dict[str, list[float]]:
         """Return, by engine, the log-probs of a fixed prompt with the trainer's weights; see ``canary.ask``."""
-        if self.fleet is None:
-            return {}
-        self.wait_until_ready()
-        return canary.ask(self.args, self.fleet.models)
+        fleet = self.wait_until_ready()
+        return {} if fleet is None else canary.ask(self.args, fleet.models)
 
     def wait_until_weights_needed(self) -> None:
         """Return when the run is over; raise ``EnginesNeedWeights`` when no engine serves and restarted ones wait for
@@ -261,20 +249,20 @@ class EngineControl:
         self._over.set()
         self._weights_needed.set()
 
-    def wait_until_ready(self) -> None:
-        """Raise what went wrong with the engines, or return when they are ready (their start has its own deadline)."""
+    def wait_until_ready(self) -> EngineFleet | None:
+        """Return the fleet when it is ready (its start has its own deadline), or raise what went wrong with it."""
         if self.fleet is not None:
             self.ready.wait()
         if self._failure is not None:
             raise self._failure
+        return self.fleet
 
     # Inside
 
     def _lifecycle(self) -> EngineLifecycle:
-        if self.fleet is None:
+        if (fleet := self.wait_until_ready()) is None:
             raise EngineChangeError("the run has no engines (--debug-train-only)")
-        self.wait_until_ready()
-        return self.fleet.lifecycle
+        return fleet.lifecycle
 
     def _interrupt_until_idle(self, failure: EngineDied) -> None:
         """Interrupt what is in progress until it ends: it may have begun to wait after the first interrupt."""

@@ -28,7 +28,7 @@ from slime.ray.manager.engines.members import (
     in_parallel,
     wait_until_idle,
 )
-from slime.ray.manager.engines.served_model import RouterEndedError, ServedModel
+from slime.ray.manager.engines.served_model import RouterEndedError, ServedModel, named
 from slime.ray.manager.engines.slots import EngineSlots
 from slime.ray.remote import EngineDied, one_line_kind
 from slime.servers.engine_client import EngineClient
@@ -115,7 +115,6 @@ class EngineLifecycle:
         events: Events,
     ) -> None:
         self.args, self.members, self.models = args, members, models
-        self._model_named = {model.name: model for model in models}
         self._slots, self._new_engine, self._events = slots, new_engine, events
         self._timeout = float(args.engine_ready_timeout)
         self.restarts = bool(args.use_fault_tolerance)
@@ -411,7 +410,7 @@ class EngineLifecycle:
         """
         with self._adding:
             with self._changes:
-                served = self._served(model)
+                served = named(self.models, model)
                 like = served.example(worker_type)
                 self._check_can_change(like)
                 most = self.args.rollout_max_engines
@@ -563,22 +562,15 @@ class EngineLifecycle:
 
     def staying(self, model: str) -> list[Member]:
         """Return the engines of ``model`` that are not about to leave, by rank."""
-        return self._staying(self._served(model))
+        return self._staying(named(self.models, model))
 
     def model_of(self, member: Member) -> ServedModel:
         """Return the model of ``member``."""
-        return self._model_named[member.engine.plan.model]
+        return named(self.models, member.engine.plan.model)
 
     def _staying(self, model: ServedModel) -> list[Member]:
         """The engines of ``model`` that are not about to leave; a lost one that is restarted counts."""
         return model.of(*STAYING, State.DEAD) if self.restarts else model.of(*STAYING)
-
-    def _served(self, name: str | None) -> ServedModel:
-        if name is None:
-            return self.models[0]
-        if name not in self._model_named:
-            raise EngineChangeError(f"no model {name!r} is served; there are {', '.join(self._model_named)}")
-        return self._model_named[name]
 
 
 def _begin(replacement: Replacement, work: Callable[[Replacement], None]) -> None:

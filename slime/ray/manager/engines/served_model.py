@@ -161,6 +161,14 @@ def served_models(args: Args, plans: Sequence[EnginePlan], members: Members) -> 
     ]
 
 
+def named(models: Sequence[ServedModel], name: str | None) -> ServedModel:
+    """Return the one of ``models`` with ``name``, or the first. Raises EngineChangeError where there is none."""
+    for model in models:
+        if name in (None, model.name):
+            return model
+    raise EngineChangeError(f"no model {name!r} is served; there are {', '.join(m.name for m in models)}")
+
+
 def new_router(args: Args, model: ServedModel, host: str, *, is_first: bool) -> RouterProcess | RunningRouter:
     """Return the router of ``model``; the flags that say where one is, or is to be, are about the first model's."""
     if is_first and args.sglang_router_ip is not None:
