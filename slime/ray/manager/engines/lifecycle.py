@@ -129,7 +129,7 @@ class EngineLifecycle:
         """The kinds of memory that the engines which share devices with the trainer have released."""
         self._replacements: dict[int, Replacement] = {}
         self._replacing = threading.Lock()
-        """Held while replacements are read or changed."""
+        """Held while replacements begin, and while all are looked through."""
         self._changes = threading.Lock()
         """Held while it is decided, and recorded, who joins and who leaves."""
         self._adding = threading.Lock()
