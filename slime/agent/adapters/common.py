@@ -37,8 +37,8 @@ from slime.agent.adapters.in_flight import InFlight
 from slime.agent.adapters.provider import Asked, Message, ProviderFormat
 from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
-from slime.agent.own_tokens import RENDERING, Rendering, with_own_tokens
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
+from slime.agent.same_answer import RENDERING, Rendering, with_own_tokens
 from slime.agent.trajectory import MessageNode, TrajectoryManager, TurnRecord
 from slime.servers.auth import is_loopback
 from slime.servers.http_utils import post
