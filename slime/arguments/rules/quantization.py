@@ -1,9 +1,11 @@
-"""Quantized checkpoints: whether engines of one can be sent weights, and training with weights rounded like it."""
+"""Quantized checkpoints: whether engines of one can be sent weights, and training with weights rounded like it, or with
+matrix products in FP8, which TransformerEngine computes."""
 
 from __future__ import annotations
 
 import json
 import os
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from slime.weights.hf.checkpoint import quantization_of
 
 FAKE_INT4, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 """How slime <= 0.3.1 was asked for rounded weights in training."""
+FP8_DETAILS = ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16")
+"""Attributes of the flags that say something of --fp8-format."""
+FP8_ROWS = {"blockwise": 128, "mxfp8": 32}
+"""Recipe of FP8 -> what the tokens of a product are a multiple of; 16 with the others."""
 
 
 def check_pushes(args: Args) -> None:
@@ -111,4 +117,32 @@ def check_training(args: Args) -> None:
         raise ArgumentError(
             f"{given}: engines of a quantized model add adapters (--lora-rank) to rounded weights that do not change; "
             "leave one of them out"
+        )
+
+
+def check_fp8(args: Args) -> None:
+    """Refuse what TransformerEngine could not compute; that it is installed is seen where the trainers start."""
+    args.fp8_param_gather = False  # without effect, as a warning has said
+    if args.fp8 is None:
+        names = (name for name in sorted(args.explicit_flags) if any(fnmatchcase(name, part) for part in FP8_DETAILS))
+        if name := next(names, None):
+            option = "--no-fp8-wgrad" if name == "fp8_wgrad" else "--" + name.replace("_", "-")
+            raise ArgumentError(f"{option} says how --fp8-format computes, which is not given; add it, or leave it out")
+        return
+    if args.debug_rollout_only:
+        return
+    if args.transformer_impl != "transformer_engine":
+        raise ArgumentError(
+            f"--fp8-format {args.fp8}: TransformerEngine computes products in FP8, and --transformer-impl is "
+            f"{args.transformer_impl}; leave one of them out"
+        )
+    if args.fp16 or args.fp32:
+        raise ArgumentError(
+            f"--fp8-format {args.fp8} goes with weights in bf16, got --{'fp16' if args.fp16 else 'fp32'}; leave it out"
+        )
+    rows, multiple = FP8_ROWS.get(args.fp8_recipe, 16), args.data_pad_size_multiplier
+    if multiple % rows:
+        raise ArgumentError(
+            f"--fp8-recipe {args.fp8_recipe} needs tokens in multiples of {rows}: --data-pad-size-multiplier is "
+            f"{multiple}; give a multiple of {rows}"
         )

@@ -16,9 +16,8 @@ import pytest
 
 from slime.arguments.errors import ArgumentError
 from slime.backends.sglang_utils.engine import EngineProcess
-from slime.ray import space, stopped
-from slime.ray.remote import describe
-from slime.ray.stopped import StoppedProcesses
+from slime.ray import remote, space
+from slime.ray.remote import StoppedProcesses, describe
 from slime.utils import shared_memory
 from slime.utils.process_guard import spawn
 from tests.support import small_disk
@@ -126,7 +125,7 @@ def test_the_end_of_an_engine_by_a_bus_error(tmp_path: Path, monkeypatch: pytest
 def test_a_stopped_process_is_named_once_per_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(stopped, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(remote, "LOOK_EVERY_S", 0.0)
     log = tmp_path / "actor_rank0.log"
     with log.open("w") as out:
         process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=out)

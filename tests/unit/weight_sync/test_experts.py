@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.weight_sync.experts import ExpertPlaces
+from slime.weight_sync.tensor import ExpertPlaces
 
 EP2 = {"tp_size": 2, "ep_size": 2, "moe_dp_size": 1, "pp_size": 1, "init_expert_location": "trivial"}
 
