@@ -15,7 +15,7 @@ from slime.arguments.groups import ALL_GROUPS
 from slime.arguments.help import default_text, form
 from slime.arguments.older_flags import CRITIC, NOTHING, OVERRIDES, REFUSED, OlderFlag, older_flags
 from slime.arguments.passthrough.catalog import MEGATRON, ROUTER, SGLANG
-from slime.arguments.passthrough.megatron_table import SCRIPT
+from slime.arguments.passthrough.megatron import SCRIPT
 from tools.markdown import slug
 
 PAGE = Path(__file__).parents[1] / "docs" / "en" / "reference" / "arguments.md"

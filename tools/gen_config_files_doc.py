@@ -15,16 +15,17 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.files import environments, eval_config, role_config, sglang_config
+from slime.arguments.files import environments, eval_config, sglang_config
 from slime.arguments.files.eval_config import FALLBACKS
 from slime.arguments.files.schema import FileModel, spellings
+from slime.arguments.rules import roles
 from tools.generated_page import write_or_check
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "en" / "reference" / "config_files.md"
 MODELS: dict[str, type[FileModel]] = {
     model.__name__: model
     for model in (
-        eval_config.EvalSection, eval_config.EvalDataset, role_config.RoleConfig, role_config.RoleEntry,
+        eval_config.EvalSection, eval_config.EvalDataset, roles.RoleConfig, roles.RoleEntry,
         environments.EnvironmentEntry, environments.Difficulty, environments.McpServer,
         sglang_config.SglangFile, sglang_config.ModelConfig, sglang_config.ServerGroupConfig,
     )

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slime.arguments.device import finalize_for_device
     from slime.arguments.errors import ArgumentError
+    from slime.arguments.files.run_config import dump, to_yaml
     from slime.arguments.parse import parse_args
-    from slime.arguments.view import dump, to_yaml
 
 __all__ = ["ArgumentError", "dump", "finalize_for_device", "parse_args", "to_yaml"]
 
 _HOMES = {
     "ArgumentError": "errors",
-    "dump": "view",
+    "dump": "files.run_config",
     "finalize_for_device": "device",
     "parse_args": "parse",
-    "to_yaml": "view",
+    "to_yaml": "files.run_config",
 }
 
 

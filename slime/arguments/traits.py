@@ -84,7 +84,7 @@ class Traits:
     Values: ``default``, where slime's is not that of the package that has the flag. ``path`` names a file, a
     directory, or a directory with a model; ``template`` has placeholders; ``hook`` names a function. ``follows``: the
     attribute whose value is the default. ``resolved_by``: the module of ``rules`` after which None is replaced.
-    Effects: ``needs`` an option (``rules.dependencies``); ``silenced_by`` (``rules.silenced``);
+    Effects: ``needs`` an option, ``silenced_by`` others (both ``rules.silenced``);
     ``decides_generation``: groups made under another value are not used again (``rollout.durable``);
     ``without_advantages``: refused when none are computed.
     Roles: ``same_for_roles`` because ranks are paired (``layout``) or batches divided once (``batches``); ``critic`` is

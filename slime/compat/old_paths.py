@@ -48,7 +48,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.utils.arguments": {
         **_at("slime.arguments.parse", "parse_args"),
         **_at("slime.arguments.command_line", "get_slime_extra_args_provider"),
-        **_at("slime.arguments.files.role_config", "parse_megatron_role_args"),
+        **_at("slime.arguments.rules.roles", "parse_megatron_role_args"),
         "slime_validate_args": "slime.arguments.rules.apply_rules",
     },
     "slime.utils.eval_config": {

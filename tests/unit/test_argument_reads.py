@@ -14,7 +14,7 @@ from tests.support.arguments import run_args
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("slime", "slime_plugins")
 ALLOWED = {
-    "slime/arguments/files/role_config.py": "parse_megatron_role_args takes the namespace of a plugin",
+    "slime/arguments/rules/roles.py": "parse_megatron_role_args takes the namespace of a plugin",
     "slime/arguments/rules/megatron.py": "set_default_megatron_args takes the namespace of a tool's own parser",
     "slime/backends/megatron_utils/arguments.py": "set_default_megatron_args, as above",
     "slime/backends/megatron_utils/checkpoints/convert.py": "args are those that Megatron-LM wrote into a checkpoint",

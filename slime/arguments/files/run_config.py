@@ -1,4 +1,4 @@
-"""``--config`` and ``--dump-config``: the flags of a run in one YAML file."""
+"""``--config`` and ``--dump-config``: the flags of a run in one YAML file; and the resolved configuration."""
 
 from __future__ import annotations
 
@@ -211,3 +211,30 @@ def _is_or_holds_secret(name: str, value: object) -> bool:
     return (value is not None and plain(name, value) == MASK) or (
         isinstance(value, str) and mask_text(value, name) != value
     )
+
+
+# The resolved configuration as data and as YAML
+
+
+def dump(args: Args) -> dict[str, dict[str, Any]]:
+    """``group -> attribute -> value``: plain data, secrets masked, derived attributes under ``derived``.
+
+    Of Megatron, SGLang and the router only what differs from the default is listed.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    seen = set()
+    for flag in all_flags():
+        seen.add(flag.dest)
+        if not hasattr(args, flag.dest):
+            continue
+        value = getattr(args, flag.dest)
+        if flag.source == "slime" or value != flag.default:
+            found.setdefault(flag.group, {})[flag.dest] = plain(flag.dest, value)
+    others = sorted(vars(args).keys() - seen - set(FINDINGS))
+    derived = {name: plain(name, getattr(args, name)) for name in others}
+    return {**found, "derived": derived}
+
+
+def to_yaml(args: Args) -> str:
+    """``dump`` as YAML text."""
+    return yaml_source.dump(dump(args))

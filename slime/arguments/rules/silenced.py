@@ -1,23 +1,25 @@
-"""Flags that another flag silences: each is warned about, with both names.
+"""Flags that have no effect: another one silences them, or the one that they need is absent. Each is warned about.
 
-``dependencies`` has the flags that need another one, and what cannot be meant at all is refused where it belongs. These
-come from launch scripts of slime <= 0.3.1, which set both without a word.
+What cannot be meant at all is refused where it belongs. These come from launch scripts of slime <= 0.3.1, which set
+both flags without a word, and from those in which a block was switched off.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from slime.algorithms.estimators import WITH_CRITIC, Estimator, estimator_of
 from slime.arguments import diagnostics
 from slime.arguments.args import Args
-from slime.arguments.command_line import flags_where
+from slime.arguments.command_line import flags_by_option, flags_where
+from slime.arguments.errors import ArgumentError
 from slime.arguments.files.eval_config import own_path
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, FULLY_ASYNC_ROLLOUT, GENERATE_WITH_ENGINES
 from slime.arguments.rules.debug import FORGE_ROLLOUT
 from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.arguments.rules.rollout import ENVIRONMENT_GENERATE, ROLLOUT_BUFFER_ROLLOUTS
-from slime.arguments.traits import Silencer
+from slime.arguments.traits import Needs, Silencer
 
 SLEEP_ROLLOUT = "slime.rollout.sleep_rollout.sleep"
 READS_NO_HOOKS = (SFT_ROLLOUT, FORGE_ROLLOUT, SLEEP_ROLLOUT, *ROLLOUT_BUFFER_ROLLOUTS)
@@ -163,3 +165,37 @@ def _check_critic_alone(args: Args) -> None:
         f"{given} trains the critic alone, and with --advantage-estimator {args.advantage_estimator} there is none: "
         f"the actor would be trained instead; give --advantage-estimator {WITH_CRITIC}, or leave it out",
     )
+
+
+def is_present(args: Args, needed: str | Needs) -> bool:
+    """True when ``args`` have what a flag needs: ``--a``, ``--a value`` or several, with ``or`` between them."""
+    if isinstance(needed, Needs):
+        return is_present(args, needed.option) or bool(needed.or_else(args))
+    option = ""
+    for words in needed.split(" or "):
+        option, _, value = words.partition(" ") if words.startswith("--") else (option, "", words)
+        found = getattr(args, flags_by_option()[option].dest)
+        if str(found) == value if value else found not in (None, False, 0):
+            return True
+    return False
+
+
+def check_needs(args: Args) -> None:
+    """Warn of flags given without the one they belong to; refuse trackers that have no place to write to."""
+    given: frozenset[str] = args.explicit_flags
+    alone: dict[str, list[str]] = {}
+    for flag in flags_where(lambda traits: traits.needs):
+        needed = flag.traits.needs
+        if needed and flag.dest in given and getattr(args, flag.dest) != flag.default and not is_present(args, needed):
+            alone.setdefault(needed.option if isinstance(needed, Needs) else needed, []).append(flag.option)
+    for needed, options in alone.items():
+        verb = "has" if len(options) == 1 else "have"
+        diagnostics.warn(args, f"{' and '.join(options)} {verb} no effect without {needed}")
+    if "micro_batch_size" in given and args.micro_batch_size != 1 and args.use_dynamic_batch_size:
+        diagnostics.warn(
+            args, f"--micro-batch-size {args.micro_batch_size} has no effect with --use-dynamic-batch-size"
+        )
+    if args.use_tensorboard and args.tb_project_name is None and not os.environ.get("TENSORBOARD_DIR"):
+        raise ArgumentError(
+            "--use-tensorboard needs --tb-project-name NAME or the environment variable TENSORBOARD_DIR"
+        )

@@ -8,10 +8,9 @@ from itertools import groupby
 
 from slime.arguments.args import Args
 from slime.arguments.command_line import all_flags
-from slime.arguments.files.run_config import OWN_FLAGS
+from slime.arguments.files.run_config import OWN_FLAGS, to_yaml
 from slime.arguments.flag import Flag
 from slime.arguments.rules import model_defaults
-from slime.arguments.view import to_yaml
 from slime.preflight.plan import Plan, plan
 from slime.preflight.plan.batch import batch_rows
 from slime.preflight.plan.format import WIDTH, bullets, count, labelled, wrapped

@@ -46,7 +46,7 @@ CONSUMED_WHILE_PARSING = {
     "num_layers_per_virtual_pipeline_stage": "rules/parallelism.py",  # these two: virtual_pipeline_model_parallel_size
     "num_virtual_stages_per_pipeline_rank": "rules/parallelism.py",
     "megatron_config_path": "rules/roles.py",  # values of single roles
-    "critic_overrides": "files/role_config.py",  # values of the critic
+    "critic_overrides": "rules/roles.py",  # values of the critic
     "custom_arguments_path": "parse.py",  # flags of a user's own
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from slime.arguments.command_line import read_words
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 from slime.arguments.passthrough import catalog, megatron
-from slime.arguments.passthrough.megatron_table import HAND_TABLE, NOT_FLAGS, script_flags
+from slime.arguments.passthrough.megatron import HAND_TABLE, NOT_FLAGS, script_flags
 from tests.support.arguments import dry, parse
 
 DATA = Path(__file__).parents[2] / "data" / "arguments"

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from slime.arguments.command_line import all_flags
-from slime.arguments.files import custom_config, environments, eval_config, role_config, run_config, sglang_config
+from slime.arguments.files import custom_config, environments, eval_config, run_config, sglang_config
+from slime.arguments.rules import roles
 from tools import gen_config_files_doc
 
 PAGE = gen_config_files_doc.PAGE.read_text(encoding="utf-8")
@@ -17,7 +18,7 @@ READERS = {
     "--eval-config": eval_config.read,
     "--environment-config": environments.read,
     "--sglang-config": sglang_config.read,
-    "--megatron-config-path": role_config.read_roles,
+    "--megatron-config-path": roles.read_roles,
 }
 EXAMPLES = re.findall(r"```yaml\n# (--[\w-]+)\n(.*?)```", PAGE, re.S)
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from slime.arguments.files.role_config import CRITIC_VALUES, read_roles
+from slime.arguments.rules.roles import CRITIC_VALUES, read_roles
 from slime.utils.arguments import parse_megatron_role_args
 from tests.support.arguments import dry
 
