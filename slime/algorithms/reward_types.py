@@ -77,7 +77,7 @@ _TABLE = (
         "what the package math-verify finds after `</think>`: a box, LaTeX or a number",
         answer="box", labels=True, wrong=0, module="math_verify",
         missing='the package math-verify is not installed; pip install "slime[math]"',
-        prepare=f"{_HUB}.math_verify_rule.load_math_verify",
+        prepare=f"{_HUB}.rules.load_math_verify",
     ),
     RewardType(
         "f1", f"{_HUB}.rules.grade_f1",

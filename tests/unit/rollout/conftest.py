@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout import data_source, eval_rollout, sglang_rollout
-from slime.rollout.rm_hub import policy_text
+from slime.rollout import data_source, eval_rollout, rm_hub, sglang_rollout
 from slime.servers import http_utils
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
@@ -23,7 +22,7 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> CharTokenizer:
     char_tokenizer = CharTokenizer()
     for module in (sglang_rollout, data_source):
         monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: char_tokenizer)
-    monkeypatch.setattr(policy_text, "_tokenizer", lambda *_: char_tokenizer)
+    monkeypatch.setattr(rm_hub, "_tokenizer", lambda *_: char_tokenizer)
     return char_tokenizer
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from slime.algorithms.reward_types import REWARD_TYPES
-from slime.rollout.rm_hub import async_rm, policy_text, rules
+from slime.rollout import rm_hub
+from slime.rollout.rm_hub import async_rm, rules
 from slime.rollout.rm_hub.labels import accepted_answers
 from slime.rollout.rm_hub.math_utils import grade_answer_verl, mathd_normalize_answer
 from slime.utils import processing_utils
@@ -371,7 +372,7 @@ def conversation(*parts: tuple[str, int], **fields: Any) -> Sample:
 
 @pytest.fixture
 def tokenizer(monkeypatch):
-    monkeypatch.setattr(policy_text, "_tokenizer", lambda *_: Tokenizer())
+    monkeypatch.setattr(rm_hub, "_tokenizer", lambda *_: Tokenizer())
 
 
 TOOL = (r"<tool>\boxed{42}</tool>", 0)
@@ -393,7 +394,7 @@ async def test_loading_the_tokenizer_does_not_stop_the_event_loop(monkeypatch):
         assert asyncio.run_coroutine_threadsafe(loading.wait(), loop).result(30)
         return Tokenizer()
 
-    monkeypatch.setattr(policy_text, "_tokenizer", load)
+    monkeypatch.setattr(rm_hub, "_tokenizer", load)
     args = run_args(rm_type="math", reward_workers=1)
     assert await async_rm(args, conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))) == 1
     assert loading.is_set()
@@ -408,26 +409,26 @@ async def test_samples_that_end_together_load_it_once(monkeypatch):
         return Tokenizer()
 
     monkeypatch.setattr(processing_utils, "load_tokenizer", load)
-    policy_text._load.cache_clear()
+    rm_hub._load.cache_clear()
     args = run_args(rm_type="math", reward_workers=1)
     sample = conversation((r"\boxed{42}", 1), (r"<tool>\boxed{41}</tool>", 0))
     assert await asyncio.gather(*(async_rm(args, sample) for _ in range(4))) == [1] * 4
-    policy_text._load.cache_clear()
+    rm_hub._load.cache_clear()
     assert loads == [1]
 
 
 def test_own_text(tokenizer):
     args = run_args()
-    assert policy_text.own_text(args, conversation(("one", 1), TOOL, ("two", 1))) == "one \n two"
+    assert rm_hub.own_text(args, conversation(("one", 1), TOOL, ("two", 1))) == "one \n two"
     for whole in (conversation(("one", 1), ("two", 1)), conversation(("one", 0), ("two", 0))):
-        assert policy_text.own_text(args, whole) == "onetwo"
+        assert rm_hub.own_text(args, whole) == "onetwo"
     # of an earlier rollout: masked, and the policy's all the same
     partial = conversation(("old", 0), ("tool", 0), ("new", 1))
     partial.weight_version_spans = [{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 7, "end": 10}]
-    assert policy_text.own_text(args, partial) == "old \n new"
+    assert rm_hub.own_text(args, partial) == "old \n new"
     odd = copy.deepcopy(partial)
     odd.loss_mask = [1]
-    assert policy_text.own_text(args, odd) == "oldtoolnew"
+    assert rm_hub.own_text(args, odd) == "oldtoolnew"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.preflight.look import Findings, services
+from slime.preflight.look import Findings, hooks
 from slime.rollout.environments import Environment
 from tests.support.arguments import run_args
 
@@ -42,7 +42,7 @@ class AnotherThing(Environment):
 
 def found(dry_run: bool = False, **overrides: Any) -> Findings:
     findings = Findings()
-    services.look_at_services(run_args(**overrides), dry_run, findings)
+    hooks.look_at_services(run_args(**overrides), dry_run, findings)
     return findings
 
 
@@ -51,7 +51,7 @@ def environment(name: str, dry_run: bool = False) -> Findings:
 
 
 def test_the_checks_of_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(services, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(hooks, "DEADLINE_S", 0.2)
     ASKED.clear()
     assert environment("Plain").errors == environment("AnotherThing").errors == []
     assert ASKED == [("Plain", None)]
