@@ -43,11 +43,6 @@ Chunks = Sequence[tuple[str, torch.nn.Module]]
 """The parts of the model on this rank, by their names in checkpoints: ``model``, or ``model0``, ``model1``, ..."""
 
 _FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_SIZES = {
-    "tensor_model_parallel_size": tensor_parallel,
-    "pipeline_model_parallel_size": pipeline_parallel,
-    "expert_model_parallel_size": expert_parallel,
-}
 
 
 def writer_for(
@@ -65,7 +60,7 @@ def writer_for(
     """
     common = {
         **common,
-        "args": Namespace(**{name: ranks().size for name, ranks in _SIZES.items()}),
+        "args": _sizes(),
         "slime_trained": _trained(chunks),
         "slime_distributed_optimizer": optimizer is not None and _is_distributed(optimizer),
     }
@@ -147,8 +142,8 @@ def _stored(directory: Path, form: str, *, lazily: bool) -> dict[str, Any]:
 
 
 def _misfit(directory: Path, form: str, common: dict[str, Any], chunks: Chunks, with_optimizer: bool) -> str | None:
-    own = {name: ranks().size for name, ranks in _SIZES.items()}
-    saved = {name: getattr(common.get("args"), name, None) or 1 for name in _SIZES} if common else None
+    own = vars(_sizes())
+    saved = {name: getattr(common.get("args"), name, None) or 1 for name in own} if common else None
     if saved != own:
         held = ", ".join(sorted(path.name for path in directory.glob("mp_rank_*"))) or "the whole model"
         return (
@@ -233,6 +228,15 @@ def load_optimizer(directory: Path, form: str, common: dict[str, Any], optimizer
     optimizer.load_state_dict({key: stored["optimizer"][str(key)] for key in own})
     for part, gathered in zip(optimizer.chained_optimizers, stored.get("optimizer_parameters", ()), strict=False):
         part.load_parameter_state_from_dp_zero(gathered)
+
+
+def _sizes() -> Namespace:
+    """Return what a checkpoint says of the layout, under Megatron-LM's names."""
+    return Namespace(
+        tensor_model_parallel_size=tensor_parallel().size,
+        pipeline_model_parallel_size=pipeline_parallel().size,
+        expert_model_parallel_size=expert_parallel().size,
+    )
 
 
 def _rank_name() -> str:

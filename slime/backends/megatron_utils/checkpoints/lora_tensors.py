@@ -21,7 +21,6 @@ from slime.backends.megatron_utils.state.parallel import (
 from slime.backends.megatron_utils.weights.merging import ADAPTER
 
 _SAMPLED = 1 << 16
-_DIFFERING = {"rank": "--lora-rank", "alpha": "--lora-alpha", "targets": "--lora-target-modules"}
 
 
 def base_of(args: Args) -> str:
@@ -71,8 +70,9 @@ def check_described(saved: dict[str, Any] | None, own: dict[str, Any] | None, di
             f"checkpoint {directory} has a whole model and no adapters: with --lora-rank it can be the base, as "
             "--ref-load, and --load takes checkpoints that were saved with --lora-rank"
         )
-    for key, flag in _DIFFERING.items():
+    for key in ("rank", "alpha", "targets"):
         if saved[key] != own[key]:
+            flag = "--lora-target-modules" if key == "targets" else f"--lora-{key}"
             raise ValueError(f"checkpoint {directory} has adapters with {flag} {saved[key]}, this run {own[key]}")
     if saved["base_digest"] != own["base_digest"]:
         raise ValueError(
