@@ -24,8 +24,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.rewards import per_time, stalls
-from slime.rollout.durable.journal import GroupJournal
 from slime.rollout.durable.journal_writer import samples_to_json
+from slime.rollout.durable.recovery import GroupJournal
 from slime.rollout.durable.state_codec import decode_group
 from slime.rollout.groups import copy_group
 from slime.utils.types import Sample

@@ -67,7 +67,7 @@ PUBLIC: dict[str, dict[str, str]] = {
     "slime.utils.wandb_utils": _WANDB,
     "slime.utils.dp_schedule": _at("slime.batching.schedule", "DpSchedule build_dp_schedule leftover_positions"),
     "slime.utils.seqlen_balancing": _at(
-        "slime.batching.seqlen_balancing",
+        "slime.batching.schedule",
         "expand_bins_by_splitting first_fit_pack get_reverse_idx get_seqlen_balanced_partitions karmarkar_karp",
     ),
     "slime.utils.flops_utils": {
@@ -105,7 +105,7 @@ PUBLIC: dict[str, dict[str, str]] = {
         **_at("slime.observability.profiling", "Profiling TorchProfile profile_dir"),
         **_at("slime.observability.profiling", "MemrayRecorder TorchRecorder recorder_of"),
     },
-    "slime.observability.tensorboard_utils": _at("slime.observability.writers", "_TensorboardAdapter"),
+    "slime.observability.tensorboard_utils": _at("slime.observability.logging_utils", "_TensorboardAdapter"),
     "slime.observability.wandb_utils": _WANDB,
     "slime.ray.actor_group": _at("slime.ray.driver.train_group", "RayTrainGroup"),
     "slime.ray.rollout": _at("slime.ray.manager.rollout_manager", "RolloutManager"),

@@ -14,7 +14,7 @@ from typing import Any
 
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
-from slime.rollout.durable.journal import GroupJournal
+from slime.rollout.durable.recovery import GroupJournal
 from slime.rollout.groups import copy_group
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args, write_prompts

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from slime.rollout.durable import journal, journal_writer, recovery
+from slime.rollout.durable import journal_writer, recovery
 from slime.utils import atomic_file
 
 STATE, MODEL, TRACKER = "global_dataset_state_dict", "model_", "latest_checkpointed_iteration"
@@ -85,15 +85,15 @@ WHILE_RUNNING: dict[str, Callable[[int], None]] = {
     "what is trained on is noted": _on_call(recovery.Recovery, "consumed", _any, _after),
     "the rollout is over": _on_call(recovery.Recovery, "after_rollout", _any, _before),
     "the journal of the next rollout is open": _on_call(recovery.Recovery, "after_rollout", _any, _after),
-    "old journals are removed": _on_call(journal.GroupJournal, "forget_before", _any, _after),
+    "old journals are removed": _on_call(recovery.GroupJournal, "forget_before", _any, _after),
 }
 WHILE_STARTING: dict[str, Callable[[int], None]] = {
     "it has just started": lambda nth: die(),
     "the state is loaded": _on_call(recovery.Recovery, "resume", _any, _before),
-    "one record is read": _on_call(journal, "read_records", _any, _one_record),
+    "one record is read": _on_call(recovery, "read_records", _any, _one_record),
     "the torn end is to be cut off": _on_call(os, "truncate", _any, _before),
     "the torn end is cut off": _on_call(os, "truncate", _any, _after),
-    "stale journals are removed": _on_call(journal, "remove_journals", _any, _after),
-    "the journal is open again": _on_call(journal.GroupJournal, "_open", _any, _after),
+    "stale journals are removed": _on_call(recovery, "remove_journals", _any, _after),
+    "the journal is open again": _on_call(recovery.GroupJournal, "_open", _any, _after),
 }
 POINTS = WHILE_RUNNING | WHILE_STARTING

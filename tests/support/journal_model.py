@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slime.rollout.durable.journal import GroupJournal
+from slime.rollout.durable.recovery import GroupJournal
 from slime.utils.types import Sample
 
 Step = tuple[Any, ...]

@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from slime.algorithms import top_p_mask as module
-from slime.algorithms.top_p_mask import TopPMask, top_p_log_probs
+from slime.algorithms import log_probs as module
+from slime.algorithms.log_probs import TopPMask, top_p_log_probs
 from tests.unit.algorithms.thread_group import ThreadGroup, run_ranks
 
 

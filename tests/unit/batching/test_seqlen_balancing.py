@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.batching.errors import ScheduleError
-from slime.batching.seqlen_balancing import (
+from slime.batching.schedule import (
     expand_bins_by_splitting,
     first_fit_pack,
     get_reverse_idx,

@@ -16,8 +16,8 @@ import pytest
 
 from slime.observability import best_effort, logging_utils, run_dir, samples, tracking
 from slime.observability.best_effort import Files, Lines, output
+from slime.observability.logging_utils import TensorBoardWriter
 from slime.observability.tracking import Tracker
-from slime.observability.writers import TensorBoardWriter
 from slime.ray.driver.program import run_as_program
 from slime.utils.types import Sample
 from tests.support import small_disk

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from slime.observability import logging_utils, tracking
+from slime.observability.logging_utils import JsonlWriter, TensorBoardWriter, WandbWriter, wandb_config
 from slime.observability.tracking import Tracker, to_records
-from slime.observability.writers import JsonlWriter, TensorBoardWriter, WandbWriter, wandb_config
 from tests.support.arguments import run_args
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.observability.writers import _TensorboardAdapter
+from slime.observability.logging_utils import _TensorboardAdapter
 from slime.rollout import eval_rollout, sglang_rollout
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.requests.generate_state import PromptTokens, request_limit

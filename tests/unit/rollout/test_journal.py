@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from slime.rollout.durable import journal_writer
-from slime.rollout.durable.journal import GroupJournal
 from slime.rollout.durable.journal_file import decode_record, encode_parts, read_records, to_json
+from slime.rollout.durable.recovery import GroupJournal
 from slime.utils.types import Sample
 from tests.support.journal_model import (
     ABORTED,

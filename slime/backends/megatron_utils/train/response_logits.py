@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.log_probs import log_probs_and_entropy
-from slime.algorithms.top_p_mask import TopPMask, top_p_log_probs
+from slime.algorithms.log_probs import TopPMask, log_probs_and_entropy, top_p_log_probs
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import response_rows_and_targets

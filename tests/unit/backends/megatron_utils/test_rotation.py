@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.patches import rotation
 
 import_megatron()
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 
 from slime.backends.megatron_utils.model import attention  # noqa: E402
+from slime.backends.megatron_utils.patches import megatron_patches  # noqa: E402
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
@@ -42,8 +42,10 @@ def test_packed_rotation_and_its_gradient(cp_size: int, every_token: bool, rotat
 
 def test_angles_are_computed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[torch.Tensor] = []
-    of_a_packing = rotation._packed_angles
-    monkeypatch.setattr(rotation, "_packed_angles", lambda *inputs: calls.append(inputs[1]) or of_a_packing(*inputs))
+    of_a_packing = megatron_patches._packed_angles
+    monkeypatch.setattr(
+        megatron_patches, "_packed_angles", lambda *inputs: calls.append(inputs[1]) or of_a_packing(*inputs)
+    )
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     freqs = torch.randn(4, 1, 1, 8)
     for cu_seqlens in (torch.tensor([0, 4, 6]), torch.tensor([0, 2, 6])):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from slime.weights.p2p.tracing import RefusedError, trace
+from slime.weights.p2p.plan import RefusedError, trace
 from tests.support.loaders import DENSE, KINDS, Dense, contents, described, random_weights
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
     from torch._ops import OpOverload
 
-    from slime.weights.p2p.tracing import LoadableModel
+    from slime.weights.p2p.plan import LoadableModel
 
 logger = logging.getLogger(__name__)
 

@@ -20,14 +20,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from slime.weights.delta.codec import checksum
 from slime.weights.p2p import rendezvous
 from slime.weights.p2p.agents import Agent, make_agent
-from slime.weights.p2p.plan import Piece
-from slime.weights.p2p.tracing import RefusedError, trace
+from slime.weights.p2p.plan import Piece, RefusedError, trace
 from slime_engine_plugin.hook_points import require
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
-    from slime.weights.p2p.tracing import LoadableModel
+    from slime.weights.p2p.plan import LoadableModel
 
 logger = logging.getLogger(__name__)
 
