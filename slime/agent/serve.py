@@ -19,10 +19,10 @@ from aiohttp import web
 from slime.agent.adapters.anthropic import AnthropicFormat
 from slime.agent.adapters.anthropic import list_models as list_models_of_anthropic
 from slime.agent.adapters.common import Handler
+from slime.agent.adapters.generation import INT32, check_defaults
 from slime.agent.adapters.http_requests import Refusal, json_object, refusal_of
 from slime.agent.adapters.openai import OpenAIAdapter
 from slime.agent.adapters.openai_common import list_models, openai_error
-from slime.agent.adapters.sampling_checks import INT32, check_defaults
 from slime.agent.adapters.side_requests import is_agent_turn
 from slime.servers import http_utils
 from slime.servers.auth import bearer_token, is_key, is_loopback

@@ -24,8 +24,7 @@ from safetensors.torch import load_file
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.environment import CPU_STANDINS, ENGINE_PLUGIN
-from slime.backends.sglang_utils.router import RouterProcess
-from slime.servers import router_client
+from slime.backends.sglang_utils.router import RouterProcess, list_workers
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
 from tests.support.engines import Reference, engine_and_router, engine_args, output_log_probs
@@ -307,7 +306,7 @@ def test_a_router_sends_requests_to_registered_engines(setup: Setup) -> None:
     assert status == {"sglang_router": 503, "smg": 404}[setup.router.package]
     setup.router.add_engine(engine)
     try:
-        assert [w["url"] for w in router_client.list_workers(url, api_key=KEY)] == [engine.url]
+        assert [w["url"] for w in list_workers(url, api_key=KEY)] == [engine.url]
         reply = requests.post(f"{url}/generate", json=request, headers=auth, timeout=60)
         assert reply.status_code == 200
         assert len(reply.json()["output_ids"]) == 2
@@ -323,7 +322,7 @@ def test_a_router_sends_requests_to_registered_engines(setup: Setup) -> None:
         assert replies[0].status_code == 200
     finally:
         assert setup.router.remove_engine(engine)
-    wait_until(lambda: not router_client.list_workers(url, api_key=KEY), 10, "the removal")
+    wait_until(lambda: not list_workers(url, api_key=KEY), 10, "the removal")
     assert not setup.router.remove_engine(engine)
 
 

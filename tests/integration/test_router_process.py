@@ -16,12 +16,11 @@ import requests
 from slime.backends.sglang_utils import router as router_module
 from slime.backends.sglang_utils.errors import RouterStartError
 from slime.backends.sglang_utils.ports import reserve_ports
-from slime.backends.sglang_utils.router import RouterProcess
+from slime.backends.sglang_utils.router import RouterProcess, list_workers
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
 from slime.servers.http_client import HttpClient
 from slime.servers.http_replies import engine_of
-from slime.servers.router_client import list_workers
 from slime.servers.types import EngineInfo
 from slime.utils.types import Sample
 from tests.support.engines import engine_args

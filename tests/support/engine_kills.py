@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.sglang_utils.router import list_workers
 from slime.ray.manager.engines.members import Member, State
 from slime.rollout import data_source, sglang_rollout
 from slime.rollout.base_types import iter_samples
@@ -28,7 +29,6 @@ from slime.servers import http_client, http_utils
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import RouterError
 from slime.servers.http_utils import post
-from slime.servers.router_client import list_workers
 from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.types import Sample

@@ -13,8 +13,8 @@ from typing import IO, Any
 from slime.arguments.args import Args
 from slime.preflight.look import Findings
 from slime.preflight.look.checkpoint import look_at_adapters, look_at_tokenizer_files, look_at_weights
-from slime.preflight.look.data import look_at_data, look_at_labels
-from slime.preflight.look.hooks import look_at_hooks, look_at_reward, look_at_services
+from slime.preflight.look.data import look_at_data
+from slime.preflight.look.hooks import look_at_hooks, look_at_labels, look_at_reward, look_at_services
 from slime.preflight.look.start import DEADLINE_S
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from slime.rollout.rm_hub import rules
-from slime.rollout.rm_hub.equal_answers import canonical, equal_answers
+from slime.rollout.rm_hub.math_utils import canonical, equal_answers
 
 PIECES = [
     "1", "1 ", " ", "a",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slime.servers import router_client
+from slime.backends.sglang_utils import router
 from slime.servers.http import RouterError, RouterTimeoutError
 from tests.support.http_stub import Reply, Seen, http_stub
 
@@ -19,8 +19,8 @@ def workers(*entries: dict[str, Any]) -> Reply:
 
 def test_add_worker_sends_url_type_and_both_keys() -> None:
     with http_stub(lambda seen: (202, {})) as stub:
-        router_client.add_worker(stub.url, ENGINE, engine_api_key="e", api_key="k")
-        router_client.add_worker(stub.url, ENGINE, api_key="k")
+        router.add_worker(stub.url, ENGINE, engine_api_key="e", api_key="k")
+        router.add_worker(stub.url, ENGINE, api_key="k")
     assert stub.seen == [
         Seen("POST", "/workers", {"url": ENGINE, "worker_type": "regular", "api_key": "e"}, "Bearer k"),
         Seen("POST", "/workers", {"url": ENGINE, "worker_type": "regular"}, "Bearer k"),
@@ -30,8 +30,8 @@ def test_add_worker_sends_url_type_and_both_keys() -> None:
 def test_prefill_workers_need_their_bootstrap_port() -> None:
     with http_stub(lambda seen: (202, {})) as stub:
         with pytest.raises(ValueError, match="bootstrap port"):
-            router_client.add_worker(stub.url, ENGINE, worker_type="prefill")
-        router_client.add_worker(stub.url, ENGINE, worker_type="prefill", bootstrap_port=8998)
+            router.add_worker(stub.url, ENGINE, worker_type="prefill")
+        router.add_worker(stub.url, ENGINE, worker_type="prefill", bootstrap_port=8998)
     assert [s.body for s in stub.seen] == [{"url": ENGINE, "worker_type": "prefill", "bootstrap_port": 8998}]
 
 
@@ -40,7 +40,7 @@ def test_waiting_ends_when_the_router_lists_the_engine_as_healthy() -> None:
         [workers(), workers({"url": ENGINE, "is_healthy": False}), workers({"url": ENGINE + "/", "is_healthy": True})]
     )
     with http_stub(lambda seen: next(states)) as stub:
-        (worker,) = router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=10)
+        (worker,) = router.wait_worker_ready(stub.url, ENGINE, deadline_s=10)
     assert worker["is_healthy"]
     assert len(stub.seen) == 3
 
@@ -50,15 +50,15 @@ def test_an_engine_is_ready_with_all_its_data_parallel_ranks_and_leaves_with_the
     other = {"url": "http://127.0.0.1:15002@0", "is_healthy": True, "dp_size": 2}
     listed = iter([workers(other, ranks[0]), workers(other, *ranks), workers(other, *ranks)])
     with http_stub(lambda seen: next(listed) if seen.method == "GET" else (202, {})) as stub:
-        assert len(router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=10)) == 2
-        assert router_client.remove_worker(stub.url, ENGINE)
+        assert len(router.wait_worker_ready(stub.url, ENGINE, deadline_s=10)) == 2
+        assert router.remove_worker(stub.url, ENGINE)
     assert [s.path for s in stub.seen if s.method == "DELETE"] == ["/workers/id-1", "/workers/id-2"]
 
 
 def test_waiting_has_a_deadline_and_shows_what_the_router_says() -> None:
     with http_stub(lambda seen: workers({"url": ENGINE, "is_healthy": False})) as stub:
         with pytest.raises(RouterTimeoutError, match=r"is_healthy': False.*after 0\.3 s"):
-            router_client.wait_worker_ready(stub.url, ENGINE, deadline_s=0.3)
+            router.wait_worker_ready(stub.url, ENGINE, deadline_s=0.3)
 
 
 def test_removal_goes_by_the_id_of_that_engine() -> None:
@@ -68,8 +68,8 @@ def test_removal_goes_by_the_id_of_that_engine() -> None:
         return 202, {}
 
     with http_stub(answer) as stub:
-        assert router_client.remove_worker(stub.url, ENGINE)
-        assert not router_client.remove_worker(stub.url, "http://127.0.0.1:1")
+        assert router.remove_worker(stub.url, ENGINE)
+        assert not router.remove_worker(stub.url, "http://127.0.0.1:1")
     assert [(s.method, s.path) for s in stub.seen] == [
         ("GET", "/workers"),
         ("DELETE", "/workers/id-1"),
@@ -80,4 +80,4 @@ def test_removal_goes_by_the_id_of_that_engine() -> None:
 def test_a_refusal_carries_the_routers_text() -> None:
     with http_stub(lambda seen: (500, "no room")) as stub:
         with pytest.raises(RouterError, match="the router answered 500: no room"):
-            router_client.list_workers(stub.url)
+            router.list_workers(stub.url)
