@@ -15,8 +15,7 @@ from slime.arguments.args import Args
 from slime.arguments.device import finalize_for_device
 from slime.arguments.errors import ArgumentError
 from slime.arguments.rules.loop import refuse_impossible_loop
-from slime.preflight.plan.batch import BatchPlan, batch_of
-from slime.preflight.plan.loop import LoopPlan, loop_of
+from slime.preflight.plan.loop import BatchPlan, LoopPlan, batch_of, loop_of
 from slime.preflight.plan.placement import Placement, placement_of
 from slime.preflight.plan.placement_text import split_warnings
 

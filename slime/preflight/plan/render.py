@@ -12,8 +12,8 @@ from slime.arguments.files.run_config import OWN_FLAGS, to_yaml
 from slime.arguments.flag import Flag
 from slime.arguments.rules import model_defaults
 from slime.preflight.plan import Plan, plan
-from slime.preflight.plan.batch import batch_rows
 from slime.preflight.plan.format import WIDTH, bullets, count, labelled, wrapped
+from slime.preflight.plan.loop import batch_rows
 from slime.preflight.plan.memory import memory
 from slime.preflight.plan.memory_text import fit_sentence, memory_text
 from slime.preflight.plan.placement_text import placement_lines

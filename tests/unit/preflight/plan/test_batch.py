@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from slime.arguments.groups.rollout import DEFAULT_ROLLOUT
 from slime.arguments.rules.loop import SFT_ROLLOUT
 from slime.batching.schedule import build_dp_schedule
-from slime.preflight.plan.batch import BatchPlan, batch_of, batch_rows
+from slime.preflight.plan.loop import BatchPlan, batch_of, batch_rows
 from tests.support.arguments import run_args
 
 
