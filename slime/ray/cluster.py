@@ -227,7 +227,7 @@ def connect(args: Args, slots: int) -> Cluster:
             janitor=janitor,
             address=ray.get_runtime_context().gcs_address,
         )
-        from slime.arguments import finalize_for_device
+        from slime.arguments.device import finalize_for_device
 
         if not args.run_dir:  # a driver of the user's own
             run_dir.prepare(args)

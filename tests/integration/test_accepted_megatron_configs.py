@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from slime.arguments import ArgumentError, finalize_for_device
 from slime.arguments.command_line import all_flags, build_parser
 from slime.arguments.parse import resolve
-from slime.backends.megatron_utils.model.model_config import transformer_config_from_args
+from slime.backends.megatron_utils.model.provider import transformer_config_from_args
 from tests.support.command_lines import command_lines, with_files
 
 

@@ -77,8 +77,7 @@ def _refused(checkpoint: str) -> dict[str, str]:
 
 def plain_provider(pre_process: bool, post_process: bool) -> torch.nn.Module:
     """Build a model without such layers, whatever the flags say."""
-    from slime.backends.megatron_utils.model.model_config import transformer_config_from_args
-    from slime.backends.megatron_utils.model.provider import model_provider
+    from slime.backends.megatron_utils.model.provider import model_provider, transformer_config_from_args
 
     args: Namespace = plain_provider.args  # type: ignore[attr-defined]
     return model_provider(args, transformer_config_from_args(args))(pre_process, post_process)

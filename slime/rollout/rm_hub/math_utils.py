@@ -170,8 +170,8 @@ def grade_answer_verl(solution_str: str, ground_truth: object) -> bool:
 
 
 # Equality of two final answers: numbers, formulas, relations, tuples, intervals, sets, unions, matrices. Beyond
-# mathematics, two rules of PRM800K's grader hold: a fraction of integers has to be reduced, and an integer is only equal
-# to a written one. The order of a list or tuple counts, that of a set or union does not; a \pm b is a set of two.
+# mathematics, two rules of PRM800K's grader hold: a fraction of integers has to be reduced, and an integer is equal to
+# a written one alone. The order of a list or tuple counts, that of a set or union does not; a \pm b is a set of two.
 
 
 def canonical(answer: str) -> str:

@@ -57,7 +57,7 @@ READ_INDIRECTLY = {
     "custom_generate_function_path": "rollout/sglang_rollout.py",
     **dict.fromkeys(
         ("squared_relu", "init_method_xavier_uniform", "bias_gelu_fusion", "bias_swiglu_fusion"),
-        "backends/megatron_utils/model/model_config.py",
+        "backends/megatron_utils/model/provider.py",
     ),
     **dict.fromkeys(("post_self_attn_layernorm", "post_mlp_layernorm"), "backends/megatron_utils/model/layer_specs.py"),
 }

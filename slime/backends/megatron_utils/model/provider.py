@@ -1,24 +1,27 @@
-"""Build the model chunks of this rank from the flags."""
+"""Build the model chunks of this rank from the flags, by way of Megatron's configuration."""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import inspect
+import json
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
 
 from slime.arguments.args import Args
+from slime.arguments.command_line import flags_where
+from slime.arguments.passthrough.megatron import aliases
 from slime.backends.megatron_utils import import_megatron
 from slime.backends.megatron_utils.lora.build import add_adapters
 from slime.backends.megatron_utils.model.fake_quantization import round_weights
-from slime.backends.megatron_utils.model.model_config import (
-    ddp_config_from_args,
-    rope_settings,
-    transformer_config_from_args,
-)
 from slime.backends.megatron_utils.model.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.model.value_head import put_value_head
 from slime.backends.megatron_utils.state.parallel import gather_from_world
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+logger = logging.getLogger(__name__)
 
 Provider = Callable[..., torch.nn.Module]
 
@@ -235,3 +240,213 @@ def _with_ddp(args: Args, config: TransformerConfig, models: Sequence[torch.nn.M
         for model in wrapped:
             model.broadcast_params()
     return wrapped
+
+
+# Megatron's configuration from the arguments: TransformerConfig, DistributedDataParallelConfig, rotary settings
+
+# Megatron has these three of llama 3's scaling parameters fixed in its code.
+LLAMA3_FIXED = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+DEFAULT_SCALING_FACTOR = 8.0
+# Fused by torch's compiler: pointless on a CPU, where compiling takes longer than it saves.
+NEEDS_CUDA = ("bias_dropout_fusion", "cross_entropy_loss_fusion")
+GRADIENT_ACCUMULATION_KERNEL = "fused_weight_gradient_mlp_cuda"
+
+
+def rope_settings(args: Args) -> dict[str, Any]:
+    """Return GPTModel's rotary keyword arguments from the flags.
+
+    Raises ValueError when ``<hf_checkpoint>/config.json`` describes a scaling that the flags do not, or one that
+    Megatron has no implementation of.
+    """
+    scaling = args.use_rope_scaling
+    factor = args.rope_scaling_factor
+    settings = {
+        "rotary_percent": _default(args.rotary_percent, 1.0),
+        "rotary_base": _default(args.rotary_base, 10000),
+        "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
+        "rope_scaling": scaling,
+        "rope_scaling_factor": _default(factor, DEFAULT_SCALING_FACTOR),
+    }
+    checkpoint = args.hf_checkpoint
+    path = Path(checkpoint) / "config.json" if checkpoint else None
+    if path is not None and path.is_file():
+        _check(args, settings, path)
+    return settings
+
+
+def _default(value: float | None, default: float) -> Any:
+    return default if value is None else value
+
+
+def _check(args: Args, settings: dict[str, Any], path: Path) -> None:
+    config = json.loads(path.read_text())
+    config = config.get("text_config", config)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        if settings["rope_scaling"]:
+            raise ValueError(
+                f"--use-rope-scaling is set, but {path} describes a model without rope scaling: drop the flag"
+            )
+    elif kind == "llama3":
+        _check_llama3(settings, rope, path)
+    elif kind == "linear":
+        if settings["seq_len_interpolation_factor"] != rope["factor"]:
+            raise ValueError(
+                f"{path} has linear rope scaling by {rope['factor']}: pass --rotary-seq-len-interpolation-factor "
+                f"{rope['factor']} (seen: {settings['seq_len_interpolation_factor']})"
+            )
+    elif kind != "yarn" or not _has_yarn(args):
+        raise ValueError(f"{path} has rope type {kind!r}, which the flags do not describe")
+
+
+def _has_yarn(args: Args) -> bool:
+    if args.multi_latent_attention:
+        return args.rope_type != "rope"
+    return args.position_embedding_type == "yarn"
+
+
+def _check_llama3(settings: dict[str, Any], rope: dict[str, Any], path: Path) -> None:
+    expected = {name: rope.get(name, value) for name, value in LLAMA3_FIXED.items()}
+    if expected != LLAMA3_FIXED:
+        raise ValueError(f"{path} has llama3 rope scaling with {expected}; Megatron implements only {LLAMA3_FIXED}")
+    if not settings["rope_scaling"] or settings["rope_scaling_factor"] != rope["factor"]:
+        raise ValueError(
+            f"{path} has llama3 rope scaling by {rope['factor']}: pass --use-rope-scaling --rope-scaling-factor "
+            f"{rope['factor']} (seen: --use-rope-scaling {settings['rope_scaling']}, factor "
+            f"{settings['rope_scaling_factor']})"
+        )
+
+
+def params_dtype(args: Args) -> torch.dtype:
+    """Return the dtype of the model's parameters: bf16, fp16, or fp32 when neither flag is set."""
+    bf16, fp16 = args.bf16, args.fp16
+    if bf16 and fp16:
+        raise ValueError("--bf16 and --fp16 exclude each other: give one of them")
+    return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+
+
+def transformer_config_from_args(args: Args) -> Any:
+    """Return the ``TransformerConfig`` (with ``--multi-latent-attention`` the ``MLATransformerConfig``) of ``args``.
+
+    As in Megatron-LM every argument with the name of a field is copied; those spelled differently are translated.
+    What the machine has no kernels for is switched off. Raises what the config's own validation raises.
+    """
+    import_megatron()
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+    config_class = MLATransformerConfig if args.multi_latent_attention else TransformerConfig
+    values = _same_named(config_class, args)
+    values.update(_translated(args))
+    on_cuda = accelerator.device_type() == "cuda"
+    if args.fp8 is not None and not (on_cuda and HAVE_TE):
+        raise ValueError(
+            f"--fp8-format {args.fp8}: TransformerEngine computes products in FP8, and it is not installed where this "
+            "trainer runs (import transformer_engine); install it, or leave out --fp8-format"
+        )
+    fused = flags_where(lambda traits: traits.fused_kernel)  # of TransformerEngine, apex or megatron's own extensions
+    without = [flag.dest for flag in fused] if not (on_cuda and HAVE_TE) else []
+    if not on_cuda:
+        without += NEEDS_CUDA
+        if values.get("activation_func") is not F.silu:  # that of SwiGLU is our own, see cpu_adapter
+            without.append("bias_activation_fusion")
+    if not _has_module(GRADIENT_ACCUMULATION_KERNEL):  # a part of apex; megatron's own layers refuse to do without
+        without.append("gradient_accumulation_fusion")
+    if args.quantization_aware_training:  # kernels add to the gradients of parameters, which rounded weights are not
+        without.append("gradient_accumulation_fusion")
+    off = [name for name in without if values.get(name)]
+    if off:
+        logger.info("disabled, kernel not available here: %s", ", ".join(off))
+    values.update(dict.fromkeys(without, False))
+    return config_class(**values)
+
+
+def _has_module(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _same_named(config_class: type, args: Args) -> dict[str, Any]:
+    """Return the arguments that have the name of an ``__init__`` field; None means "the field's default"."""
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def _translated(args: Args) -> dict[str, Any]:
+    def get(name: str, default: object = None) -> Any:
+        value = getattr(args, name, None)
+        return default if value is None else value
+
+    dtype = params_dtype(args)
+    values: dict[str, Any] = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "fp16": dtype is torch.float16,
+        "variable_seq_lengths": True,  # packed micro-batches differ in length
+        "deallocate_pipeline_outputs": True,
+        "batch_p2p_comm": not get("overlap_p2p_comm", False),
+        "num_query_groups": get("num_query_groups") if get("group_query_attention", False) else None,
+        "num_moe_experts": get("num_experts", get("num_moe_experts")),
+        "num_layers_in_first_pipeline_stage": get(
+            "decoder_first_pipeline_num_layers", get("num_layers_in_first_pipeline_stage")
+        ),
+        "num_layers_in_last_pipeline_stage": get(
+            "decoder_last_pipeline_num_layers", get("num_layers_in_last_pipeline_stage")
+        ),
+        "attention_output_gate": bool(get("attention_output_gate") or get("use_gated_attention")),
+        "layernorm_zero_centered_gamma": get("apply_layernorm_1p", get("layernorm_zero_centered_gamma", False)),
+    }
+    if get("moe_token_dispatcher_type", "allgather") == "allgather":
+        values["moe_token_dispatcher_type"] = "alltoall"  # the other one cannot take varying lengths
+    if get("multi_latent_attention", False):
+        values["q_lora_rank"] = get("q_lora_rank")  # None is a value here: queries without a latent
+    epsilon = get("norm_epsilon", get("layernorm_epsilon"))
+    if epsilon is not None:
+        values["layernorm_epsilon"] = epsilon
+    fusion = get("bias_activation_fusion", False)
+    if get("swiglu", False):
+        values.update(activation_func=F.silu, gated_linear_unit=True)
+        values["bias_activation_fusion"] = get("bias_swiglu_fusion", fusion)
+    elif get("squared_relu", False):
+        values["activation_func"] = squared_relu
+    else:
+        values["bias_activation_fusion"] = get("bias_gelu_fusion", fusion)
+    if get("init_method_xavier_uniform", False):
+        values["init_method"] = torch.nn.init.xavier_uniform_
+    backend = get("attention_backend")
+    if isinstance(backend, str):
+        from megatron.core.transformer.enums import AttnBackend
+
+        values["attention_backend"] = AttnBackend[backend]
+    window = get("window_size")
+    if window is not None:
+        values["window_size"] = tuple(window)
+    cp_comm_type = get("cp_comm_type")
+    if isinstance(cp_comm_type, list | tuple) and len(cp_comm_type) == 1:
+        values["cp_comm_type"] = cp_comm_type[0]
+    return values
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Return ``max(x, 0)^2`` (https://arxiv.org/abs/2109.08668)."""
+    return F.relu(x).square()
+
+
+def ddp_config_from_args(args: Args) -> Any:
+    """Return the ``DistributedDataParallelConfig``; bucketing is on only when the gradient reduction is overlapped."""
+    import_megatron()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    values = _same_named(DistributedDataParallelConfig, args)
+    fields = {field.name for field in dataclasses.fields(DistributedDataParallelConfig) if field.init}
+    for argument, name in aliases().items():
+        if name in fields and (value := getattr(args, argument, None)) is not None:
+            values[name] = value
+    if not values.get("overlap_grad_reduce", False):
+        values["bucket_size"] = None
+    elif values.get("bucket_size") is None:
+        ranks = mpu.get_data_parallel_world_size(with_context_parallel=True)
+        values["bucket_size"] = max(40_000_000, 1_000_000 * ranks)
+    return DistributedDataParallelConfig(**values)

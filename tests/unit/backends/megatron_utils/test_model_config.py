@@ -9,9 +9,13 @@ from torch.nn import functional as F
 
 from slime.arguments.command_line import flags_where
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.model import model_config
-from slime.backends.megatron_utils.model.model_config import params_dtype, squared_relu, transformer_config_from_args
-from slime.backends.megatron_utils.model.provider import padded_vocab_size
+from slime.backends.megatron_utils.model import provider
+from slime.backends.megatron_utils.model.provider import (
+    padded_vocab_size,
+    params_dtype,
+    squared_relu,
+    transformer_config_from_args,
+)
 from slime.backends.megatron_utils.state.optimizer import optimizer_config_from_args
 from slime.backends.megatron_utils.train import logprob_passes as passes
 from slime.utils import accelerator
@@ -123,7 +127,7 @@ def test_what_needs_fused_kernels_is_off() -> None:
     accelerator.reset_accelerator()
     fused = [flag.dest for flag in flags_where(lambda traits: traits.fused_kernel)]
     assert len(fused) == 8
-    names = (*fused, *model_config.NEEDS_CUDA, "bias_activation_fusion")
+    names = (*fused, *provider.NEEDS_CUDA, "bias_activation_fusion")
     asked = {
         name: True for name in names if name not in ("moe_router_fusion", "tp_comm_overlap", "bias_activation_fusion")
     }
@@ -168,10 +172,10 @@ def test_fused_gradient_accumulation_needs_its_own_kernel(monkeypatch: pytest.Mo
     from megatron.core.models.gpt import gpt_layer_specs
 
     monkeypatch.setattr(gpt_layer_specs, "HAVE_TE", True)
-    monkeypatch.setattr(model_config.accelerator, "device_type", lambda: "cuda")
+    monkeypatch.setattr(provider.accelerator, "device_type", lambda: "cuda")
     asked = {"gradient_accumulation_fusion": True, "apply_rope_fusion": False, "moe_grouped_gemm": False}
     for present in (False, True):
-        monkeypatch.setattr(model_config, "_has_module", lambda name, present=present: present)
+        monkeypatch.setattr(provider, "_has_module", lambda name, present=present: present)
         assert transformer_config_from_args(_args(**asked)).gradient_accumulation_fusion is present
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.backends.megatron_utils.model.model_config import rope_settings
+from slime.backends.megatron_utils.model.provider import rope_settings
 from tests.support.arguments import run_args
 
 LLAMA3 = {
