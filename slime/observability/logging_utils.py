@@ -1,4 +1,4 @@
-"""Logging set-up and the one call through which every metric goes: ``log(args, metrics, step_key)``."""
+"""Logging set-up; the one call through which metrics go, ``log(args, metrics, step_key)``; and their destinations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from slime.utils.secrets import mask_text
 if TYPE_CHECKING:
     from slime.arguments.args import Args
 
+logger = logging.getLogger(__name__)
+
 FORMAT = "[%(asctime)s%(prefix)s] %(levelname)s %(name)s:%(lineno)d - %(message)s"
 TRACKERS = "trackers.json"
 """In the run directory: the W&B run and the TensorBoard directory of the run."""
 _OWN = "_slime_handler"
-logger = logging.getLogger(__name__)
 
 
 class _Prefix(logging.Filter):

@@ -30,6 +30,7 @@ __all__ = [
     "mathd_normalize_answer",
     "remove_boxed",
 ]
+
 _UNITS = (
     "degree", "centimeter", "cm", "meter", "mile", "second", "minute", "hour", "day", "week", "month", "year", "foot",
     "feet", "inch", "yard",
