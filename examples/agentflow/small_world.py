@@ -43,13 +43,13 @@ def answer_to(query: str) -> str:
 
 def _known(name: str) -> tuple[str, str]:
     if name not in PEOPLE:
-        raise ToolError("nobody")
+        raise ToolError("unknown name")
     return PEOPLE[name]
 
 
 def _next(number: str) -> str:
     if not number.isdecimal():
-        raise ToolError("no number")
+        raise ToolError("not a number")
     return f"{int(number) + 1:02d}"
 
 

@@ -41,7 +41,7 @@ def services(paths: Paths) -> Iterator[list[str]]:
 
 EXAMPLE = SmallExample(
     package="examples.openai_agents",
-    what="Facts that nobody can guess: an agent of the OpenAI Agents SDK learns to search.",
+    what="Facts that cannot be guessed: an agent of the OpenAI Agents SDK learns to search.",
     data_sets=("facts",),
     flags=(
         "--prompt-data={data}/train.jsonl",

@@ -35,7 +35,7 @@ def search_engine(paths: Paths) -> Iterator[list[str]]:
 
 EXAMPLE = SmallExample(
     package="examples.search_r1",
-    what="Facts that nobody can guess: the model learns to search.",
+    what="Facts that cannot be guessed: the model learns to search.",
     data_sets=("facts",),
     targets={"facts": 0.7},
     flags=(

@@ -115,7 +115,7 @@ def test_what_the_planner_does_wrong_is_a_step(world):
         samples = play(lambda turns: ["Tool Name: fly", "Tool Name: next", "no"][turns[0].count("=")], sample())
     assert len(samples) == 3
     last = "".join(map(chr, samples[-1].tokens))
-    assert "fly=error: there is no tool 'fly'; the tools are value, friend, next\nnext=error: no number" in last
+    assert "fly=error: there is no tool 'fly'; the tools are value, friend, next\nnext=error: not a number" in last
     assert samples[0].metadata["tool_errors"] == samples[0].metadata["steps"] == 3
     assert run(reward_func(None, samples)) == [0.0] * 3
 
