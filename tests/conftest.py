@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, GPU tests that skip with a reason, nothing left running."""
+"""Rules for every test: one thread per process, GPU tests that skip with a reason, nothing left running."""
 
 from __future__ import annotations
 

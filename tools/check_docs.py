@@ -5,7 +5,7 @@ With ``--run RUN_DIR`` only compare the metrics that a run has logged with their
 What is checked: relative links and anchors; ``train.py``, ``python -m`` and ``make`` command lines in shell fences;
 flags, files and dotted names in code spans; Python fences compile; generated pages, the scripts of models and the types
 of arguments match what they are generated from; every page of ``docs`` can be reached from its index; prose has none of
-the words in ``tools.check_words.WORDS``, nor has the code in the paths that are free of them.
+the words in ``tools.check_words.WORDS``, nor has the code in ``tools.check_words.PATHS``.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def main() -> int:
         *check_generated(),
         *gen_args.differences(),
         *gen_model_scripts.differences(),
-        *(mistake for _, mistake in check_words.check_paths(ROOT / path for path in check_words.CLEAN)),
+        *(mistake for _, mistake in check_words.check_paths(ROOT / path for path in check_words.PATHS)),
     ]
     for mistake in mistakes:
         print(mistake, file=sys.stderr)

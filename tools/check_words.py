@@ -1,8 +1,8 @@
 """Check the words of the code: ``python -m tools.check_words [PATH ...]``; exit status 1 if there are hits.
 
 Docstrings, comments, messages (strings of ``raise``, of log calls and of warnings) and names of tests have none of the
-words in ``WORDS``; no docstring outside of ``tests`` opens with a question word. ``make docs`` checks the paths in
-``CLEAN``. Code spans (between backticks) may have any word.
+words in ``WORDS``; no docstring opens with a question word. Code spans (between backticks) may have any word. ``make
+docs`` checks ``PATHS``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = ("slime", "slime_plugins", "tools", "benchmarks", "examples", "scripts", "tests")
-CLEAN = ("slime", "slime_plugins", "tools", "benchmarks", "scripts", "tests")
 """Files and folders that ``make docs`` checks."""
 WORDS = {
     r"nucle(us|i)": "top-p set, top-p token mask",
@@ -47,7 +46,7 @@ WORDS = {
     r"\w*(behavi|neighb|fav|col|hon)our\w*": "American spelling, -or",
 }
 """Words that prose and code do without (regular expressions) -> what to write instead."""
-OPENINGS = ("What", "Whether", "Which", "Where", "How")
+OPENINGS = ("What", "Whether", "Which", "Where", "How", "Who", "Whatever", "Whichever")
 
 _WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 _CODE = re.compile(r"(`+)[^`]+\1")
@@ -61,15 +60,15 @@ def plainer(text: str) -> Iterator[tuple[str, str]]:
         yield found[0], next(i for word, i in WORDS.items() if re.fullmatch(word, found[0], re.IGNORECASE))
 
 
-def check_source(source: str, in_tests: bool = False) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, kind, mistake) of one Python source; docstrings of tests may open with any word."""
+def check_source(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (line, kind, mistake) of one Python source."""
     tree = ast.parse(source)
     for line, kind, text in [*_texts(tree), *_comments(source)]:
         prose = _CODE.sub(lambda span: "`" + "\n" * span[0].count("\n"), text)
         for number, row in enumerate(prose.split("\n"), start=line):
             for word, instead in plainer(row):
                 yield number, kind, f"{word!r}: write {instead}"
-    for node in [] if in_tests else ast.walk(tree):
+    for node in ast.walk(tree):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and (opening := _OPENING.match(ast.get_docstring(node) or "")):
             yield node.body[0].lineno, "opening", f"{opening[0]!r}: write a statement (Return ..., True if ...)"
@@ -109,7 +108,7 @@ def check_paths(paths: Iterable[Path]) -> list[tuple[str, str]]:
     for path in paths:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             shown = file.relative_to(ROOT).as_posix() if file.is_relative_to(ROOT) else str(file)
-            found = set(check_source(file.read_text(encoding="utf-8"), in_tests=shown.startswith("tests/")))
+            found = set(check_source(file.read_text(encoding="utf-8")))
             mistakes += [(kind, f"{shown}:{line}: {mistake}") for line, kind, mistake in sorted(found)]
     return mistakes
 

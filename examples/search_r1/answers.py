@@ -1,4 +1,4 @@
-"""When an answer is right. Nothing of slime is imported, so that agents in processes of their own may use it."""
+"""Correctness of an answer. Nothing of slime is imported, so that agents in processes of their own may use it."""
 
 from __future__ import annotations
 

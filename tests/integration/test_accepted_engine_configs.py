@@ -1,4 +1,4 @@
-"""What the command line accepts, SGLang's own checks of its arguments accept too."""
+"""Configurations that the command line accepts pass SGLang's own checks of its arguments too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the command line accepts, Megatron's own checks of sizes accept too: configuration, stages and rank groups."""
+"""Configurations that the command line accepts pass Megatron's own checks of sizes, stages and rank groups too."""
 
 from __future__ import annotations
 

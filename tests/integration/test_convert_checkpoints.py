@@ -77,7 +77,7 @@ def folder(checkpoints: dict[str, str], cases: dict[str, list[str]]) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(checkpoints: dict[str, str], cases: dict[str, list[str]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The weights of trainers that loaded what the Hugging Face checkpoints were converted to."""
+    """Return the weights that trainers have after loading the converted Hugging Face checkpoints."""
     for path in checkpoints.values():
         to_torch_dist(Path(path), Path(f"{path}-torch_dist"))
     arguments = {"checkpoints": checkpoints, "cases": cases}

@@ -78,7 +78,7 @@ def logged(ranks: list[dict[str, Any]], role: str) -> list[dict[str, list[float]
 
 
 def captured(ranks: list[dict[str, Any]], rollout: int, name: str) -> dict[int, torch.Tensor]:
-    """What the actor's loss saw, by sample index, from all ranks that have it."""
+    """Return the inputs of the actor's loss, by sample index, from all ranks that have them."""
     return {index: t for rank in ranks for index, t in rank["actor"][rollout]["captured"].get(name, {}).items()}
 
 

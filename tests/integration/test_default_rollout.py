@@ -72,7 +72,7 @@ def make_args(setup: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def check_log_probs(setup: SimpleNamespace, samples: list[Sample]) -> None:
-    """What a sample holds is what transformers computes for its tokens, seam of a resumption included."""
+    """Assert that a sample's log-probs are those of transformers for its tokens, also where it was resumed."""
     for sample in samples:
         cut = len(sample.tokens) - sample.response_length
         expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:])

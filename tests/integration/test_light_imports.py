@@ -1,4 +1,4 @@
-"""What is light: flags are read at once and without any heavy package, the math without a framework."""
+"""Imports stay light: flags are read at once and without any heavy package, the math without a framework."""
 
 from __future__ import annotations
 

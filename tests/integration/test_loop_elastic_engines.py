@@ -25,7 +25,7 @@ DEADLINE_S = 480.0
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What ``slime engines`` prints about a run. In this process: another one would import PyTorch for each."""
+    """Return the output of ``slime engines`` for a run. In this process: another one would import PyTorch for each."""
     monkeypatch.setattr(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", True)  # put back what the command changes
     for name in ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")
@@ -49,13 +49,13 @@ def wait_until(run: Run, condition: Callable[[], bool]) -> None:
 
 
 def serving(run: Run) -> float:
-    """How many engines the last rollout had at its end."""
+    """Return the number of engines at the end of the last rollout."""
     found = read_metric(run.run_dir, "rollout/engines/serving")
     return found[max(found)] if found else 0
 
 
 def pauses(run: Run, rank: int) -> int:
-    """How often an engine was paused for a push."""
+    """Count the pauses of an engine for a push."""
     return (run.run_dir / "logs" / f"engine_{rank}.log").read_text().count("POST /pause_generation")
 
 

@@ -77,7 +77,7 @@ def test_fully_async_rollouts_with_a_bound_on_staleness_until_ctrl_c(tmp_path: P
 
 
 def generated_while_training(run_dir: Path, samples: list[dict[str, Any]]) -> bool:
-    """Whether some request was with the engines at a moment at which the trainer was training."""
+    """Return True if some request was with the engines at a moment at which the trainer was training."""
     trained = [json.loads(line) for line in (run_dir / "training.jsonl").read_text().splitlines()]
     found = False
     for sample in samples:

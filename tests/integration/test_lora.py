@@ -91,7 +91,7 @@ def _scenario(models: Models, name: str, args: dict[str, Any]) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def on_two(models: Models, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the last of two ranks has found, by layout; and under "life" what a trainer goes through."""
+    """Return the findings of the last of two ranks, by layout; "life" has the states of a trainer."""
     folder = str(tmp_path_factory.mktemp("life"))
     life = {"checkpoint": models.paths["dense"], "other": models.other, "folder": folder}
     scenarios = [_scenario(models, name, args) for name, args in (LAYOUTS | STEPS).values()]

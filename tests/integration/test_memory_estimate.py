@@ -75,7 +75,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def static(checkpoint: Path) -> dict[str, list[dict[str, int]]]:
-    """What every rank holds, by case."""
+    """Return the bytes that every rank holds, by case."""
     arguments = {"checkpoint": str(checkpoint), "ranks": RANKS, "cases": list(STATIC.values())}
     ranks = run_distributed("tests.support.memory_ranks:static_bytes", RANKS, arguments, timeout=300)
     return {case: [rank[i] for rank in ranks] for i, case in enumerate(STATIC)}
@@ -83,7 +83,7 @@ def static(checkpoint: Path) -> dict[str, list[dict[str, int]]]:
 
 @pytest.fixture(scope="module")
 def kept(checkpoint: Path) -> dict[str, float]:
-    """What a layer keeps for backward in bytes per token, by case."""
+    """Return the bytes per token that a layer keeps for backward, by case."""
     found: dict[str, float] = {}
     for ranks, cases in ((1, KEPT), (2, KEPT_ON_TWO)):
         arguments = {

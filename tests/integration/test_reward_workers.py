@@ -32,7 +32,7 @@ CPU_S = 0.25
 
 
 def test_rewards_in_workers_know_where_the_models_are() -> None:
-    """What asks a judge needs its address there too."""
+    """A reward function that calls a judge needs its address in the worker process too."""
     args = run_args(sglang_router_ip="10.0.0.1", sglang_router_port=5)
     args.sglang_model_routers = {"actor": ("10.0.0.1", 5), "judge": ("10.0.0.1", 7)}
     workers = get_reward_workers(args)
@@ -69,7 +69,7 @@ METADATA = st.fixed_dictionaries(
 
 
 def outcome(compute):
-    """What a call returns, or the text of what it raises."""
+    """Return the result of a call, or the text of its exception."""
     try:
         return compute()
     except RewardFailure as e:

@@ -91,7 +91,7 @@ def split(checkpoint: str) -> dict[str, list[Any]]:
 
 
 def moved(before: list[torch.Tensor], after: list[torch.Tensor]) -> int:
-    """How many pairs of token and expert two runs over the same micro-batches do not share."""
+    """Count the pairs of token and expert that differ between two runs over the same micro-batches."""
     assert len(before) == len(after) > 0
     return sum(int((a != b).sum()) for a, b in zip(before, after, strict=True))
 

@@ -1,4 +1,4 @@
-"""What every sandbox does alike: files, variables, limits of time, memory, processes and output, and what is left.
+"""All sandboxes agree: files, variables, limits of time, memory, processes and output, and leftovers.
 
 ``LocalSandbox`` in both ways that it has of placing its directories, ``DockerSandbox`` where a daemon runs, and
 ``E2BSandbox`` over a client that runs in a local sandbox what the service would run in its own.

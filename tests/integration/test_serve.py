@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "en" / "advanced" / "serve.md"
 
 
 def deployment(run: Run) -> dict[str, Any]:
-    """What the run directory says of the one model."""
+    """Return the entry of the one model in the run directory."""
     found: dict[str, Any] = json.loads((run.run_dir / "serving.json").read_text())["models"]["default"]
     return found
 

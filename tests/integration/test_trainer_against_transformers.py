@@ -55,7 +55,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def trained(checkpoints: tuple[str, str]) -> dict[str, dict[str, Any]]:
-    """What the trainer reports for every scenario, on one process."""
+    """Return the trainer's report of every scenario, on one process."""
     checkpoint, reference = checkpoints
     scenarios = [
         {
@@ -91,7 +91,7 @@ def test_same_loss_and_gradients(name: str, checkpoints: tuple[str, str], traine
 
 
 def test_dr_grpo_trains_on_rewards_that_are_only_centered() -> None:
-    """What the manager makes of raw rewards is what the scenario trains on, and not what the others do."""
+    """The scenario trains on the rewards that the manager computes from raw rewards, and the others do not."""
     args = run_args(
         advantage_estimator="grpo", rewards_normalization=True, grpo_std_normalization=False, reward_key=None,
         n_samples_per_prompt=2, rollout_batch_size=4,

@@ -26,7 +26,7 @@ def checkpoint(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(checkpoint: str, folder: Path) -> list[dict[str, Any]]:
-    """What two data-parallel ranks report."""
+    """Return the reports of two data-parallel ranks."""
     arguments = {"checkpoint": checkpoint, "folder": str(folder)}
     return run_distributed("tests.support.trainer_ranks:behaviour_scenarios", 2, arguments, timeout=300)
 

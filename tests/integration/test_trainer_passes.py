@@ -61,7 +61,7 @@ def checkpoints(folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ranks(checkpoints: dict[str, str], folder: Path) -> list[dict[str, Any]]:
-    """What two data-parallel ranks report, whose parameters are gathered by the next step's forward."""
+    """Return the reports of two data-parallel ranks whose parameters are gathered by the next step's forward."""
     teacher = {"opd_teacher_load": checkpoints["teacher"]}
     skips = {**EQUAL, **{name: {**s, **(teacher if s is OPD else {})} for name, s in NEEDED.items()}}
     arguments = {"folder": str(folder), "skips": skips, **checkpoints}

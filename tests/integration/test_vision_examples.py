@@ -83,7 +83,7 @@ def test_two_rollouts_and_an_evaluation(tmp_path, monkeypatch):
 
 
 def check(shards: list[dict[str, Any]]) -> None:
-    """What the trainer gets: a row of pixels for every pad, and loss on what the model said alone."""
+    """Assert that the trainer gets a row of pixels for every pad, and loss on the model's own turns alone."""
     rewards = [reward for shard in shards for reward in shard["raw_reward"]]
     assert min(rewards) < max(rewards)
     turns = set()

@@ -53,7 +53,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandInCluster]:
 
 @pytest.fixture
 def args(checkpoint: Path, cluster: StandInCluster, tmp_path: Path) -> Namespace:
-    """What a run's hooks get: 2 prompts per rollout, 2 samples per prompt, and ``SLIME_CONTRACT_ARGS``."""
+    """Arguments for a run's hooks: 2 prompts per rollout, 2 samples per prompt, and ``SLIME_CONTRACT_ARGS``."""
     prompts = checkpoint / "prompts.jsonl"
     namespace = dry(
         "--hf-checkpoint", checkpoint, "--prompt-data", prompts, "--input-key", "input", "--label-key", "label",

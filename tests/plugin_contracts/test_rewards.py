@@ -19,7 +19,7 @@ TOGETHER = subjects(NAME, *BOTH) if GROUP_RM in ("1", "true") or not os.environ.
 
 
 def numbers(args, samples, rewards):
-    """What training would take of the rewards."""
+    """Return the numbers that training would take from the rewards."""
     scored = copy.deepcopy(samples)
     for sample, reward in zip(scored, rewards, strict=True):
         sample.reward = reward

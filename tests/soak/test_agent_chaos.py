@@ -164,7 +164,7 @@ def test_gateways_that_are_killed(real, buffer, checkpoint, tmp_path):
     gateway = GatewayProcess(real.url, buffer.url, checkpoint, tmp_path / "gateway.log")
 
     def session(number: int) -> bool:
-        """Whether it was written, as far as its client knows."""
+        """Return True if it was written, as far as its client knows."""
         try:
             sid = gateway.open(f"task-{number}")
             for turn in range(3):

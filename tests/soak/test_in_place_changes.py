@@ -63,7 +63,7 @@ def engines(folder: Path) -> Iterator[Mapping[str, EngineProcess]]:
 
 
 def check(run: InPlaceRun, engine: EngineProcess, export: Path, version: int) -> None:
-    """What the engine has is what it has after it has loaded the trainer's weights from files."""
+    """Assert that the engine has the same weights as after loading the trainer's weights from files."""
     client = engine.client(120)
     assert client.weight_version() == str(version)
     pushed = client.weights_checksum()

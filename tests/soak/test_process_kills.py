@@ -48,7 +48,7 @@ def router(run: Run) -> tuple[int, str]:
 
 
 def of_model(name: str, count: int) -> dict[str, str | int]:
-    """What says that an engine of a model was lost, and that it has all of them."""
+    """Return the metrics of a model's engines: the number lost, and the number that serves."""
     return {"counter": f"rollout/engines/{name}/lost", "serving": f"rollout/engines/{name}/serving", "count": count}
 
 

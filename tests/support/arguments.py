@@ -88,7 +88,7 @@ def hand_made(args: argparse.Namespace) -> SimpleNamespace:
 
 
 def dry(*flags: Any) -> argparse.Namespace:
-    """What ``--dry-run`` resolves ``minimal_flags`` and ``flags`` to, with its findings; nothing is printed."""
+    """Return the arguments and findings of ``--dry-run`` for ``minimal_flags`` and ``flags``; nothing is printed."""
     from slime.arguments.parse import resolve
 
     return resolve([*_minimal_without(map(str, flags)), "--dry-run", *map(str, flags)], *known())

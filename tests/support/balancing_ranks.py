@@ -1,4 +1,4 @@
-"""What the ranks of the balancing tests do, and the losses of routers the slow, obvious way, in float64."""
+"""Ranks of the balancing tests, and the losses of routers the slow, obvious way, in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/integration/test_checkpoint_formats.py`` do."""
+"""Ranks of ``tests/integration/test_checkpoint_formats.py``."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def with_files(words: Sequence[str], folder: Path) -> list[str]:
 
 
 def _loop(draw: st.DrawFn) -> list[str]:
-    """Which half of the loop runs, and whether trainer and engines share slots."""
+    """Draw the half of the loop that runs, and whether trainer and engines share slots."""
     words = _rarely(draw, "--colocate", one_in=3)
     words += draw(st.sampled_from([[]] * 8 + [["--debug-rollout-only"], ["--debug-train-only"]]))
     words += _rarely(draw, "--load-debug-rollout-data", "dumps/{rollout_id}.pt", one_in=20)

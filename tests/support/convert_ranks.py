@@ -1,4 +1,4 @@
-"""What the ranks of the tests of conversions do."""
+"""Ranks of the tests of conversions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the critic's integration tests do: critics train, save, load; actors train with their values."""
+"""Ranks of the critic's integration tests: critics train, save, load; actors train with their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/integration/test_damaged_files.py`` do: save, damage every file in turn, load."""
+"""Ranks of ``tests/integration/test_damaged_files.py``: save, damage every file in turn, load."""
 
 from __future__ import annotations
 

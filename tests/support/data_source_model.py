@@ -181,7 +181,7 @@ class History:
             self.verify()
 
     def verify(self) -> None:
-        """What was drawn was trained on once, or waits."""
+        """Assert that every drawn prompt was trained on once, or waits."""
         trained = [number for step in self.trained for number in step]
         waiting = [number_of(group) for group in [*self.done, *self.running, *self.source._waiting_groups()]]
         assert sorted(trained + waiting) == list(range(self.source.sample_group_index)), (trained, waiting)

@@ -112,7 +112,7 @@ def log_samples(rollout_id: int, args: Any, samples: list[Sample], metrics: Any,
 
 
 def drops(group_index: int) -> bool:
-    """What the dynamic filter is against, whatever was generated."""
+    """Return True for the groups that the dynamic filter drops, whatever was generated."""
     return group_index % 5 == 2
 
 

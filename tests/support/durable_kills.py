@@ -81,7 +81,7 @@ def every_point() -> Plan:
 
 @dataclass
 class Kills:
-    """What a series of kills met with: the moments, restored groups, and samples that continued from a part."""
+    """Events of a series of kills: the moments, restored groups, and samples that continued from a part."""
 
     moments: Counter[str] = field(default_factory=Counter)
     resumed: int = 0

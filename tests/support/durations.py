@@ -1,4 +1,4 @@
-"""What tests cost: seconds by test and by file, set-up and tear-down included."""
+"""Cost of tests: seconds by test and by file, set-up and tear-down included."""
 
 from __future__ import annotations
 

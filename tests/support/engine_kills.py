@@ -79,7 +79,7 @@ async def reward(args: Any, sample: Sample, **_: Any) -> float:
 
 @dataclass
 class Tally:
-    """What came out of rollouts: every sample once, whole groups, no token more or less than an answer has."""
+    """Checked results of rollouts: every sample once, whole groups, no token more or less than an answer has."""
 
     args: SimpleNamespace
     source: RolloutDataSourceWithBuffer = field(init=False)
@@ -109,7 +109,7 @@ class Tally:
         self.seen |= set(indices)
 
     def check_nothing_lost(self) -> None:
-        """What was drawn was used, or waits in the buffer."""
+        """Assert that every drawn prompt was used, or waits in the buffer."""
         waiting = [sample.index for sample in iter_samples(self.source.buffer)]
         assert len(waiting) == len(set(waiting))
         assert not self.seen & set(waiting)
@@ -166,7 +166,7 @@ class Driver:
         self._thread.join(PATIENCE_S)
 
     def push(self) -> None:
-        """What ``RayTrainGroup.update_weights`` does around a push."""
+        """Repeat the steps of ``RayTrainGroup.update_weights`` around a push."""
         with self._lock:
             self.standins.fleet.recover()
             self.standins.events.need.clear()

@@ -25,7 +25,7 @@ def engine_args(checkpoint: str | Path, **fields: Any) -> Namespace:
 
 
 def engine_values(checkpoint: str | Path) -> dict[str, Any]:
-    """What differs of them from the arguments of a run."""
+    """Return the arguments of engines that differ from those of a run."""
     given = {"sglang_max_total_tokens": 20000, "engine_ready_timeout": 180.0, "router_policy": "round_robin"}
     cpu = {flag.dest: flag.traits.without_gpu for flag in flags_where(lambda traits: traits.without_gpu)}
     engine = {name: found.value for name, found in cpu.items() if found is not None and found.given_holds}

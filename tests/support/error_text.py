@@ -1,4 +1,4 @@
-"""What tests expect in messages: where a function stands, and the notes of an error."""
+"""Expected texts in messages: the place of a function, and the notes of an error."""
 
 from __future__ import annotations
 

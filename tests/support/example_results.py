@@ -1,4 +1,4 @@
-"""What a small version of an example must learn, and what it must not learn from shuffled rewards."""
+"""Learning goals of the small versions of examples, with shuffled rewards as the control."""
 
 from __future__ import annotations
 

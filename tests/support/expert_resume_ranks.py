@@ -1,4 +1,4 @@
-"""What the ranks of the tests of checkpoints with experts do."""
+"""Ranks of the tests of checkpoints with experts."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class World:
 
 
 def wait_until(condition: Callable[[], Any]) -> None:
-    """What threads do is short here."""
+    """Wait until ``condition`` holds. The limit is short: threads have little to do here."""
     for _ in range(int(PATIENCE_S / 0.005)):
         if condition():
             return

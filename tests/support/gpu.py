@@ -1,4 +1,4 @@
-"""What tests of the whole loop on a GPU share: a model of a real shape, flags of engines, memory of the device."""
+"""Shared parts of tests of the whole loop on a GPU: a model of a real shape, flags of engines, memory of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules a piece of code imports, and through which chain: asked in a process of its own."""
+"""Imports of a piece of code, and the chain that leads to each: observed in a separate process."""
 
 from __future__ import annotations
 

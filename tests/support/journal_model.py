@@ -96,7 +96,7 @@ def damage(data: bytes, rng: random.Random) -> tuple[bytes, int]:
 
 
 def is_refused(whole: bytes, data: bytes) -> bool:
-    """Whether ``data`` cannot be what a kill left of ``whole``, with a line's beginning after it, or empty blocks."""
+    """True if no kill leaves ``data`` of ``whole``, with a line's beginning after it, or empty blocks."""
     added = data[len(whole) :] if data.startswith(whole) else b""
     torn = whole.startswith(data) or data.endswith(b"\0")
     return not torn and (not added or added.endswith(b"\n"))

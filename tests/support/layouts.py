@@ -205,7 +205,7 @@ def layout_data(seed: int, *, reverse: bool = False) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case reported, which weights it ended with, and the largest change of one from the start.
+    """Report of a case, its final weights, and the largest change of one of them from the start.
 
     ``canary``: the log-probs of ``CANARY`` before training.
     """
@@ -219,7 +219,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a case is from its reference, see ``difference``."""
+    """Distance of a case from its reference, see ``difference``."""
 
     loss: float
     grad_norm: float

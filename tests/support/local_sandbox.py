@@ -10,7 +10,7 @@ from slime.agent.sandbox import LocalSandbox
 
 
 class RecordingSandbox(LocalSandbox):
-    """What root would do is kept in ``root_commands`` and answered from ``answers``: the reply of the first key that
+    """Root commands are kept in ``root_commands`` and answered from ``answers``: the reply of the first key that
     the command contains, or success."""
 
     prepare_agent: Any = None  # users are made by root's commands

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of adapters do, and the adapter that they start from."""
+"""Ranks of the tests of adapters, and the adapter that they start from."""
 
 from __future__ import annotations
 

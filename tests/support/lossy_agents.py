@@ -245,7 +245,7 @@ def gateway_of(kind: type[BaseAdapter], how: tuple[bool, bool, bool]) -> BaseAda
 
 @dataclass
 class Step:
-    """What the agent does before it asks again, and what the model then writes.
+    """One step of the agent: its edit before the next request, and the model's answer.
 
     ``how``: ``on`` (results of calls, or a question), ``user`` (a question as well), ``edit`` (of the last answer),
     ``branch`` (on from an earlier answer), ``compact`` (a new conversation), ``again`` (the same request). ``changes``

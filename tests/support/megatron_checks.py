@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_megatron_layouts.py`` runs on each of its ranks."""
+"""Ranks of ``tests/integration/test_megatron_layouts.py``."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ WITH_EXPERTS = ("qwen3_moe", "qwen2_moe")
 
 
 class Reference(NamedTuple):
-    """What transformers says of a checkpoint: ``logits [tokens, vocab]``, weights and gradients by name."""
+    """Results of transformers for a checkpoint: ``logits [tokens, vocab]``, weights and gradients by name."""
 
     logits: torch.Tensor
     weights: dict[str, torch.Tensor]

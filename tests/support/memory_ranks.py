@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_memory_estimate.py`` measures on each of its ranks."""
+"""Ranks of ``tests/integration/test_memory_estimate.py``, which measure memory."""
 
 from __future__ import annotations
 

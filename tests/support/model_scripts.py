@@ -19,7 +19,7 @@ def source(name: str, cwd: Path | str = "/", **variables: str) -> list[str]:
 
 
 def bash(commands: str, cwd: Path | str = "/", **variables: str) -> str:
-    """What ``commands`` print under ``set -euo pipefail``."""
+    """Return the output of ``commands`` under ``set -euo pipefail``."""
     environment = {"PATH": os.environ["PATH"], **variables}
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],

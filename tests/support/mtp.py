@@ -20,7 +20,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Names:
-    """What a family calls the parts of layer ``i`` of ``n`` decoder layers; ``{i}`` and ``{n}`` (``n + i``) are put in.
+    """Names of a family's parts of layer ``i`` of ``n`` decoder layers; ``{i}`` and ``{n}`` (``n + i``) are put in.
 
     ``hidden_first``: whether the projection takes hidden states before embeddings.
     """

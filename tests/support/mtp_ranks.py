@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/integration/test_mtp.py`` do."""
+"""Ranks of ``tests/integration/test_mtp.py``."""
 
 from __future__ import annotations
 

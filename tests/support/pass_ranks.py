@@ -1,4 +1,4 @@
-"""What the ranks of ``tests/integration/test_trainer_passes.py`` do: passes with other weights, and passes left out."""
+"""Ranks of ``tests/integration/test_trainer_passes.py``: passes with other weights, and passes left out."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def _with_model(line: str, models: dict[str, str]) -> str:
 
 
 def resolved(command_line: str) -> Namespace:
-    """What ``--dry-run`` resolves a command line to."""
+    """Return the arguments that ``--dry-run`` resolves from a command line."""
     from slime.arguments.parse import resolve
 
     return resolve(["--dry-run", *shlex.split(command_line)], *known())

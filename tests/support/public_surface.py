@@ -78,7 +78,7 @@ def parse_call(call: str) -> inspect.Signature:
 
 
 def problems(actual: inspect.Signature, call: inspect.Signature) -> list[str]:
-    """What of ``call`` the signature ``actual`` would not take, and what it would ask for besides."""
+    """Return the parts of ``call`` that the signature ``actual`` does not take, and the parameters missing from it."""
     found = []
     given = set()
     kinds = inspect.Parameter

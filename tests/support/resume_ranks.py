@@ -1,4 +1,4 @@
-"""What the rank of ``tests/integration/test_trainer_resume.py`` does."""
+"""Rank of ``tests/integration/test_trainer_resume.py``."""
 
 from __future__ import annotations
 

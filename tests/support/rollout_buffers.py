@@ -43,7 +43,7 @@ class ServedBuffer:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What a request needs."""
+        """Return the headers of a request."""
         return {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
 
     def __enter__(self) -> ServedBuffer:

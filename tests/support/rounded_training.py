@@ -1,4 +1,4 @@
-"""What ``tests/integration/test_fake_quantization.py`` runs on each of its ranks."""
+"""Ranks of ``tests/integration/test_fake_quantization.py``."""
 
 from __future__ import annotations
 

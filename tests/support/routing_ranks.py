@@ -1,4 +1,4 @@
-"""What the ranks of the tests of routing replay do: train, and write down where every router sent every token."""
+"""Ranks of the tests of routing replay: train, and record the experts that every router chose for every token."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def sft_flags(checkpoint: Path, conversations: Path) -> list[str]:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run was like: exit code, everything it printed, its directory, seconds."""
+    """Result of a run: exit code, everything it printed, its directory, seconds."""
 
     returncode: int
     output: str
@@ -251,7 +251,7 @@ def run_train(
 
 
 def canary(output: str) -> float:
-    """How far engines and trainer were apart after the first push, as the run has said."""
+    """Return the difference between engines and trainer after the first push, as the run has logged it."""
     found = re.search(r"after the first push, log-probs .* differ .* by (\S+) on average", output)
     assert found, output
     return float(found[1])

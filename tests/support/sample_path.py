@@ -1,4 +1,4 @@
-"""Which files of slime one sample enters: ``python -m tests.support.sample_path``.
+"""Files of slime that one sample enters: ``python -m tests.support.sample_path``.
 
 One synchronous rollout against stand-in engines, its conversion to shards and one training step run in one process, and
 the file of every function that is entered is noted. Reward workers are processes of their own and are not seen.

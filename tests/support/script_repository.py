@@ -46,7 +46,7 @@ class Repository:
 
     @property
     def notes(self) -> Path:
-        """What watched Python processes imported, started and wrote, a line each."""
+        """Return the imports, starts and writes of watched Python processes, a line each."""
         return self.path.parent / "notes"
 
     def stand_in(self, program: Path, then: str = "exit 1") -> None:

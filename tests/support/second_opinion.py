@@ -1,4 +1,4 @@
-r"""What math-verify says of the pairs of ``tests.support.reward_pairs``, and who is right where it differs.
+r"""Verdicts of math-verify on the pairs of ``tests.support.reward_pairs``, and the right one where they differ.
 
 ``python -m tests.support.second_opinion`` asks it (minutes) and writes ``second_opinion.jsonl`` of
 ``tests/data/rewards/pairs``: the pairs on which it differs from the verdict that they were made with, each with the

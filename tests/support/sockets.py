@@ -52,7 +52,7 @@ def listeners(pids: Iterable[int]) -> set[Listener]:
 
 
 def is_tcp_store(port: int) -> bool:
-    """Whether torch's TCP store answers there: how many keys it has, which it tells everybody."""
+    """Return True if torch's TCP store answers there: it reports its number of keys to every client."""
     validate, count_keys = struct.pack("<BI", 0, 0x3C85F7CE), struct.pack("<B", 7)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=2.0) as connection:

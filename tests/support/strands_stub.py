@@ -1,4 +1,4 @@
-"""What ``examples.strands_sglang`` uses of strands-agents 1.62.0 and strands-sglang 0.4.3, for where they are missing.
+"""The parts of strands-agents 1.62.0 and strands-sglang 0.4.3 that ``examples.strands_sglang`` uses, if not installed.
 
 Names, signatures and the order of events are theirs: a prompt segment and a response segment for every turn, the
 separator between messages, a tool's error as its result, the limit that is raised when a tool's result arrives, and

@@ -1,4 +1,4 @@
-"""What the trainer's integration tests share: flags of a tiny model, rollouts made up from a seed."""
+"""Shared parts of the trainer's integration tests: flags of a tiny model, rollouts made up from a seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of memory do: an optimizer without moments, and sleep. One launch runs all of it."""
+"""Ranks of the tests of memory: an optimizer without moments, and offloading. One launch runs all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of the trainer's integration tests do. One launch runs many scenarios: imports cost seconds.
+"""Ranks of the trainer's integration tests. One launch runs many scenarios: imports cost seconds.
 
 A scenario is {"args": overrides of ``trainer_args``, "data": arguments of ``make_train_data``, "rollouts": count, ...}.
 """
@@ -178,7 +178,7 @@ def killed_while_saving(checkpoint: str, save: str) -> None:
 
 
 def state_scenarios(checkpoint: str, folder: str, killed: str) -> dict[str, Any]:
-    """What saving, loading and sleeping do on one process; the test module says what each entry must be."""
+    """Save, load and offload on one process; the test module has the expected value of each entry."""
     found: dict[str, Any] = {}
 
     trainer, found["start after the kill"] = new_trainer(checkpoint, load=killed, save=killed)

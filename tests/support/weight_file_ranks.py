@@ -1,4 +1,4 @@
-"""What a trainer rank does in the tests of weights through files: build a model, write versions of its weights."""
+"""Trainer ranks of the tests of weights through files: build a model, write versions of its weights."""
 
 from __future__ import annotations
 

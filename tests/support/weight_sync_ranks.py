@@ -1,4 +1,4 @@
-"""What a trainer rank does in the weight-sync tests: build a model, connect to engines, push."""
+"""Trainer ranks of the weight-sync tests: build a model, connect to engines, push."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of runs that train no policy do: they load, compute, push and go to sleep with weights alone."""
+"""Ranks of runs that train no policy: they load, compute, push and offload with weights alone."""
 
 from __future__ import annotations
 

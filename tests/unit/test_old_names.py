@@ -1,4 +1,4 @@
-"""What adapters of older names do: the work of the new ones, and a warning that names them."""
+"""Adapters of older names do the work of the new ones, with a warning that names them."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ DONE_PATHS = ("/flush_cache", "/release_memory_occupation", "/resume_memory_occu
 
 @dataclass
 class Failure:
-    """What happens to a request instead of an answer: a status with a body (raw bytes with status 200), a connection
+    """Outcome of a request instead of an answer: a status with a body (raw bytes with status 200), a connection
     cut before the reply or, ``truncated``, in the middle of it, or nothing at all forever, not even when aborted.
 
     ``spoil``: a whole answer that must not be used, with a log-prob that is no number (``nan``), one log-prob too few

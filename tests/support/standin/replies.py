@@ -1,4 +1,4 @@
-"""What stand-in engines answer and how long it takes them, from a seed."""
+"""Answers of stand-in engines and their durations, from a seed."""
 
 from __future__ import annotations
 

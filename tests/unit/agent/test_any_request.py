@@ -1,4 +1,4 @@
-"""Whatever a client sends is understood or refused, and never an error of the gateway."""
+"""Every request of a client is understood or refused, and never an error of the gateway."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_what_the_tool_parser_does_not_find_is_looked_for_by_hand(monkeypatch, b
 
 
 class Helper:
-    """What ``sglang_parsers`` holds of a process, with a pipe to the test."""
+    """Stand-in for the process that ``sglang_parsers`` holds, with a pipe to the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         sglang_parsers.close()

@@ -70,7 +70,7 @@ def pairs(one: Played) -> list[tuple[int, float]]:
 
 
 def standing(number: int, turns: list[Played]) -> int:
-    """How many tokens of an answer a later prompt repeats in their place; all where nothing follows it.
+    """Count the tokens of an answer that a later prompt repeats in their place; all where nothing follows it.
 
     A prompt without an answer of its own says nothing: it is in no sample.
 

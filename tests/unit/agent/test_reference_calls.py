@@ -91,7 +91,7 @@ class World:
         return self.stopped[-1]
 
     def receiver(self, name: str) -> Any:
-        """What the methods of class ``name`` are called on."""
+        """Return the object that the methods of class ``name`` are called on."""
         if name == "AppHandle":
             return self.serve()
         if name == "E2BSandbox":
@@ -262,7 +262,7 @@ def handle_of(f: Any, w: World, by_keyword: bool) -> Any:
 
 
 def log_lines(f: Any, w: World) -> list[tuple[str, int]]:
-    """What is logged of a quick 200, a slow one, a HEAD and an error."""
+    """Return the log lines of a quick 200, a slow one, a HEAD and an error."""
     lines: list[tuple[str, int]] = []
     logger = SimpleNamespace(info=lambda words, remote, method, path, status, time: lines.append((method, status)))
     access = f(logger, "%a")

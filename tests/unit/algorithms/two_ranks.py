@@ -1,4 +1,4 @@
-"""What two real gloo ranks compute; run by ``test_collectives`` in processes of their own."""
+"""Computations of two real gloo ranks; run by ``test_collectives`` in separate processes."""
 
 from __future__ import annotations
 

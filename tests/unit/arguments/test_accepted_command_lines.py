@@ -272,7 +272,7 @@ def _sglang_parser() -> argparse.ArgumentParser:
 
 
 def _check_server(server: argparse.Namespace) -> None:
-    """What SGLang asserts about its sizes (0.5.20: arg_groups/parallel_hook.py and validation_hook.py)."""
+    """Repeat SGLang's assertions about its sizes (0.5.20: arg_groups/parallel_hook.py and validation_hook.py)."""
     assert min(server.tp_size, server.pp_size, server.dp_size, server.ep_size, server.moe_dp_size) >= 1
     assert server.tp_size * server.pp_size % server.nnodes == 0
     assert server.dp_size == 1 or server.enable_dp_attention

@@ -48,7 +48,7 @@ def annotations() -> dict[str, Any]:
 
 
 def fits(value: Any, annotation: Any) -> bool:
-    """Whether ``value`` is an instance of ``annotation``; an int is a float."""
+    """Return True if ``value`` is an instance of ``annotation``; an int is a float."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True

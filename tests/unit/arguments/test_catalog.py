@@ -109,7 +109,7 @@ def test_the_shipped_lists_are_those_of_the_required_versions() -> None:
 
 
 class TestIdentity:
-    """What a list belongs to."""
+    """The package that a list belongs to."""
 
     PACKAGE = source.Source("a-package", "1.0", "", "a_package_of_tests", ("declared.py",))
 

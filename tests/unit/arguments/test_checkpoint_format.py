@@ -1,4 +1,4 @@
-"""What ``--ckpt-format torch`` and ``torch_dcp`` cannot store is refused before anything starts."""
+"""State that ``--ckpt-format torch`` and ``torch_dcp`` cannot store is refused before anything starts."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_path_in_the_environment(monkeypatch):
 
 
 def test_a_path_in_a_file_of_flags(tmp_path):
-    """What a run has dumped starts it again, its own flags included."""
+    """The flags that a run has dumped start it again, its own flags included."""
     dumped = tmp_path / "run.yaml"
     parse("--custom-arguments-path", "tree_plugin.add", "--tree-depth", "5", "--dump-config", dumped)
     assert parse("--config", dumped).tree_depth == 5

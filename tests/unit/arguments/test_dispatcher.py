@@ -34,7 +34,7 @@ def installed(monkeypatch):
 
 
 def resolved(words, monkeypatch):
-    """What a run resolves ``words`` to, a checkpoint being no part of it."""
+    """Return the arguments that a run resolves from ``words``, without a checkpoint."""
     monkeypatch.setattr("slime.arguments.diagnostics.unavailable", lambda args, message: None)
     monkeypatch.setattr("slime.arguments.rules.hf_config.read_config", lambda *given: {})
     return parse(*words)

@@ -1,4 +1,4 @@
-"""Which sizes an engine can have."""
+"""Sizes that an engine can have."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_the_search_tells_reading_from_mentioning() -> None:
 
 
 def test_every_sglang_flag_reaches_the_engines(flags: list[Flag]) -> None:
-    """Whatever is set is on their command line, and slime sets none of the offered fields over it."""
+    """Every value that is set is on their command line, and slime sets none of the offered fields over it."""
     records = catalog.records(catalog.SGLANG)
     offered = {flag.field: flag for flag in flags if flag.source == "sglang" and is_available(flag)}
     args = Namespace(**{**vars(run_args()), **{flag.dest: object() for flag in offered.values()}})

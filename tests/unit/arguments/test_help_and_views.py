@@ -265,7 +265,7 @@ def test_a_reference_page_that_drifted_is_found(tmp_path, monkeypatch, capsys):
 
 
 def test_help_of_a_flag_says_what_else_is_true_of_it(flags):
-    """Who reads it, what it needs and what sets it; for hooks the call."""
+    """The help names its reader, the flags that it needs and the rule that sets it; for hooks the call."""
 
     def about(option):
         return " ".join(help_text(flags, option, width=120).partition("related:")[0].split())

@@ -1,4 +1,4 @@
-"""What ``--lora-rank`` and ``--lora-sync adapter`` exclude, and what engines are started with."""
+"""Flags that ``--lora-rank`` and ``--lora-sync adapter`` exclude, and the arguments that engines are started with."""
 
 from __future__ import annotations
 

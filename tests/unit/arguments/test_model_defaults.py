@@ -1,4 +1,4 @@
-"""What config.json says of the model need not be said again by flags."""
+"""Facts about the model in config.json need no flags."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_without_any_model_flag_the_tiny_model_is_the_one_of_its_flags():
 
 
 def test_a_command_line_that_describes_its_model_stays_what_it_was(tmp_path):
-    """How an expert model is computed is Megatron's default, as before; which model it is, the checkpoint's."""
+    """The computation of an expert model has Megatron's defaults, as before; the model's shape is the checkpoint's."""
     config = models()["qwen3-30B-A3B"].config
     checkpoint = write(tmp_path, **{**dict.fromkeys(CONFIG), **config})
     sizes = "--num-layers 48 --hidden-size 2048 --num-attention-heads 32 --vocab-size 151936"

@@ -178,7 +178,7 @@ def test_mistakes_in_files_name_the_line(tmp_path, text, message):
 
 
 def test_a_run_that_used_older_flags_can_be_repeated(tmp_path):
-    """What is dumped has current names alone."""
+    """The dump has current names alone."""
     path = tmp_path / "run.yaml"
     first = dry("--sglang-cuda-graph-bs", "1", "2", "--critic-lr", "1e-5", "--dump-config", path)
     again = dry("--config", path)

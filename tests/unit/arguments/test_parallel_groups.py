@@ -1,4 +1,4 @@
-"""What Megatron asks of experts, and of the groups of ranks it makes for them in models without any."""
+"""Megatron's requirements on experts, and on the groups of ranks it makes for them in models without any."""
 
 from __future__ import annotations
 

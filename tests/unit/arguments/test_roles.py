@@ -1,4 +1,4 @@
-"""What actor and critic get of the command line and of the file of roles."""
+"""Arguments of actor and critic from the command line and from the file of roles."""
 
 from __future__ import annotations
 

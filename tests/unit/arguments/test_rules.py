@@ -1,4 +1,4 @@
-"""What follows from flags: derived attributes, warnings, and what a dry run leaves unchecked."""
+"""Consequences of flags: derived attributes, warnings, and the checks that a dry run leaves out."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_layers_divide_over_stages_as_they_do_when_they_are_dealt_out(layers):
 
 
 def _deal(layers, stages, first, last, virtual):
-    """Whether some number of layers for the stages whose size is not given uses up all layers, in whole chunks."""
+    """Return True if some number of layers for the stages without a given size uses up all layers, in whole chunks."""
     open_stages = stages - (first is not None) - (last is not None)
     for size in range(1, layers + 1):
         per_stage = [first or size, *[size] * (stages - 2), last or size]

@@ -139,7 +139,7 @@ def random_lines(draw: st.DrawFn) -> list[str]:
 
 
 def parsed(words: list[str]) -> Namespace | None:
-    """What a dry run resolves ``words`` to, None when it refuses them."""
+    """Return the arguments that a dry run resolves from ``words``, None when it refuses them."""
     try:
         return resolve([*words, "--dry-run"], *known())
     except ArgumentError:

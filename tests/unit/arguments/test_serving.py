@@ -1,4 +1,4 @@
-"""What ``slime serve`` reads of a command line, and what it may leave out."""
+"""Flags that ``slime serve`` reads from a command line, and those that may be left out."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_what_is_needed_is_asked_for(left_out, values, message):
 
 
 def test_the_suggested_model_flags_are_right(tmp_path):
-    """What the message about a family that is not known proposes is accepted as it stands."""
+    """The flags that the message about an unknown family suggests are accepted unchanged."""
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "other"}))
     words = minimal_flags()
     words = [*words[: words.index("--num-layers")], "--hf-checkpoint", str(tmp_path), "--model-name", "llama"]

@@ -1,4 +1,4 @@
-"""Where the engine's choices of experts end up in packed rows, against a loop over places."""
+"""Places of the engine's choices of experts in packed rows, against a loop over places."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``benchmarks.against_trl`` makes of the rows of both sides."""
+"""The table that ``benchmarks.against_trl`` makes from the rows of both sides."""
 
 from __future__ import annotations
 

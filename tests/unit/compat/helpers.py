@@ -235,7 +235,7 @@ MASK_CALLS = [
 
 
 class Picture:
-    """What the processor helpers need of an image."""
+    """The part of an image that the processor helpers need."""
 
 
 IMAGE_CALLS = [

@@ -30,7 +30,7 @@ ROWS = {row.path: row for row in read_table()}
 
 @pytest.fixture(autouse=True)
 def _nothing_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What calls change of the process is as before after each: patches, the client, singletons, the accelerator."""
+    """Restore the process after each call: patches, the client, singletons, the accelerator."""
     monkeypatch.setattr(http_utils, "_http_client", None)
     yield
     while wholes.PATCHES:
@@ -123,7 +123,7 @@ OTHERS = "slime.agent."  # have a table of their own
 
 
 def is_the_new_name(row: Name) -> bool:
-    """Whether an old name is a mere path to the new one, which has its own row."""
+    """Return True if an old name is a mere path to the new one, which has its own row."""
     home, _, name = row.note.rpartition(".")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)

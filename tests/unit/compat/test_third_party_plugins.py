@@ -1,4 +1,4 @@
-"""What other projects build on slime, a plugin of each kind, run by slime as it runs them in training."""
+"""Plugins that other projects build on slime, one of each kind, run by slime as it runs them in training."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def group(*, length: int = 4, index: int = 0) -> list[Sample]:
 
 
 def shard(args: Any, samples: list[Sample]) -> dict[str, Any]:
-    """What a trainer of one rank gets of ``samples``."""
+    """Return the shard of ``samples`` of a trainer with one rank."""
     converter = Converter(args)
     converter.train_parallel_config = ONE_RANK
     (found,) = converter.shards(samples)

@@ -416,7 +416,7 @@ def test_the_metrics(monkeypatch):
 
 
 def test_the_rules_do_not_help_the_planner():
-    """What they answer depends on the latest result, and on the kind of result that is asked for."""
+    """Their answers depend on the latest result, and on the kind of result that is asked for."""
     assert ruled(f"execute|value friend {NAME}|") == f"execution = tool.execute(key={NAME!r})"
     assert (
         ruled(f"execute|value friend {NAME}|friend=ba\nx=error: there is no tool 'a|b'")

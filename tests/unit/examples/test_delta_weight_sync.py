@@ -1,4 +1,4 @@
-"""What the small version of the delta weight sync tells, and what part of its model is trained."""
+"""The small version of the delta weight sync: its report, and the part of its model that is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the examples share whose executions are several samples."""
+"""Shared code of the examples whose executions are several samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the small versions of the examples with environments run, without the loop."""
+"""The environments of the small versions of the examples, without the loop."""
 
 from __future__ import annotations
 

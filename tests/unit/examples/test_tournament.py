@@ -1,4 +1,4 @@
-"""Who plays, what a win is worth, and a judge that prefers a place."""
+"""Pairings of a tournament, the reward of a win, and a judge that prefers a place."""
 
 from __future__ import annotations
 

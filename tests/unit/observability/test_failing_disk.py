@@ -1,4 +1,4 @@
-"""What is for people never ends a run: a full disk, a directory that is gone, a tracker that fails."""
+"""Output for people never ends a run: a full disk, a directory that is gone, a tracker that fails."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.EACCES, 
 
 
 class Disk:
-    """What ``os.write`` meets: room for so many bytes, then an error."""
+    """A disk for ``os.write`` with room for so many bytes, then an error."""
 
     def __init__(self, room: int, reason: int) -> None:
         self.room, self.reason = room, reason

@@ -1,4 +1,4 @@
-"""What a run leaves behind: configuration without secrets, versions, samples, timers, progress lines."""
+"""Files that a run leaves behind: configuration without secrets, versions, samples, timers, progress lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the control plane share."""
+"""Shared parts of the tests of the control plane."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slot is, what actors are started with, and a connection that fails leaves nothing behind."""
+"""Slots, the arguments that actors are started with, and a connection that fails leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_a_start_that_ray_gives_up_on_a_busy_machine_is_tried_once_more(
     starts: int,
     raised: str | None,
 ) -> None:
-    """What the first attempt has left is ended before the second one."""
+    """The processes left by the first attempt are ended before the second one."""
     swept: list[int] = []
     pending = list(failures)
 

@@ -13,7 +13,7 @@ from tests.support.arguments import run_args
 
 
 def said_of(caplog: pytest.LogCaptureFixture, rollouts: list[list[Any]], **flags: Any) -> list[str]:
-    """What is said when the samples of each rollout have these rewards."""
+    """Return the warnings for rollouts whose samples have these rewards."""
     caplog.clear()
     watch = ConstantRewards(run_args(**{"rm_type": "math", "run_dir": "runs/1", **flags}))
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""What a run holds: every directory it writes state to, before it changes anything."""
+"""Directories that a run holds: every one it writes state to, before it changes anything."""
 
 from __future__ import annotations
 

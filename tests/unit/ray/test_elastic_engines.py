@@ -324,7 +324,7 @@ def test_one_that_is_removed_during_a_push_ends_after_it(world: Any) -> None:
 
 
 def test_a_push_that_takes_longer_continues_without_it(world: Any) -> None:
-    """What the trainer does when a push fails: it asks who is left, and pushes again."""
+    """When a push fails, the trainer asks for the engines that are left, and pushes again."""
     run = world(2)
     run.fleet.recover()
     first = run.fleet.offer()

@@ -1,4 +1,4 @@
-"""When an engine counts as failed, and that pauses are pauses."""
+"""The conditions under which an engine counts as failed; pauses do not count."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_grace_ends_with_the_first_answer() -> None:
 
 
 class Probes:
-    """What the probe of each engine says, and who was reported."""
+    """Results of the probe of each engine, and the engines that were reported."""
 
     def __init__(self, *engines: str) -> None:
         self.engines = list(engines)

@@ -1,4 +1,4 @@
-"""What Ray writes on a host that others use too."""
+"""Files that Ray writes on a host that others use too."""
 
 from __future__ import annotations
 

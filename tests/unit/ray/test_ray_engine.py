@@ -97,7 +97,7 @@ def test_nothing_is_started_while_the_slots_have_no_node(cluster: Cluster) -> No
 
 
 def test_a_start_on_a_node_that_is_lost_meanwhile_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever of the waits it is in; on other nodes engines continue to start."""
+    """Holds for each of its waits; on other nodes engines continue to start."""
     monkeypatch.setattr(ray_engine, "time", cluster)
     for answers in ({"start": Ref(at=NEVER)}, {"wait_ready": Ref(at=NEVER)}):
         cluster.now, cluster.alive = 0.0, ["n0", "n1"]

@@ -1,4 +1,4 @@
-"""What a push of weights does not renew, by what engines report of themselves."""
+"""Settings that a push of weights does not renew, from the reports of engines about themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run needs is named with its free space; a bus error names shared memory; a stopped process is named."""
+"""A need for space is named with the free space; a bus error names shared memory; a stopped process is named."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_an_engine_that_dies_in_a_push_is_dropped_and_the_push_repeated(caplog: 
 
 
 def test_the_engine_that_hangs_is_named_by_the_data_of_the_error() -> None:
-    """Whatever the message says of others."""
+    """Names of other engines in the message do not matter."""
     trainers = Trainers([E0, E1], [E0])
     message = "Weight sync could not pause on 1 of 2 engines:\n  http://e0: no answer within 10 s"
     hanging = {"http://e1": "could not flush the prefix cache"}

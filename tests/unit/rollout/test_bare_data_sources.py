@@ -85,7 +85,7 @@ def names(groups: list[list[Sample]]) -> list[str]:
 
 @pytest.mark.parametrize("cls", ALL)
 def test_a_rollout_a_checkpoint_and_a_resume_work(cls: Any, args: Any) -> None:
-    """What the rollout manager and the rollout functions call, in their order."""
+    """Make the calls of the rollout manager and of the rollout functions, in their order."""
     source = cls(args)
     first = source.get_samples(2)
     for group in first:

@@ -1,4 +1,4 @@
-"""What is left of a plain generate function's own copy of its sample."""
+"""The trace of a sample whose plain generate function returns another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine would refuse is not asked of it."""
+"""Requests that an engine would refuse are not sent."""
 
 from __future__ import annotations
 

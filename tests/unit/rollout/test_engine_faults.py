@@ -39,7 +39,7 @@ def short_back_off(monkeypatch):
 
 
 def rest_of_reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
-    """What is left of the answer to a prompt ``p<number>`` when ``input_ids`` has some of it."""
+    """Return the rest of the answer to a prompt ``p<number>`` when ``input_ids`` has some of it."""
     size = 1 + next((i for i, token in enumerate(input_ids[1:]) if not chr(token).isdigit()), len(input_ids) - 1)
     return hashed_reply(input_ids[:size], {})[len(input_ids) - size :]
 

@@ -67,7 +67,7 @@ def test_an_evaluation_without_progress_says_who_waits_for_what(cluster, make_ar
 
 
 async def three_of_the_first(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Any:
-    """What an agent does that forks its session: the first prompt's trajectory is three samples, others are one."""
+    """Act as an agent that forks its session: the first prompt's trajectory is three samples, others are one."""
     sample.tokens, sample.response_length, sample.status = [1, 2], 1, Sample.Status.COMPLETED
     sample.reward = float(sample.prompt == "p0")
     return [copy.copy(sample) for _ in range(3)] if sample.prompt == "p0" else sample

@@ -1,4 +1,4 @@
-"""What one answer can leave behind for the next one: nothing, whether its rule is ours or that of other authors."""
+"""One answer leaves nothing behind for the next one, whether its rule is ours or that of other authors."""
 
 from __future__ import annotations
 

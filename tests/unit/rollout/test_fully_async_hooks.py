@@ -1,4 +1,4 @@
-"""What users set of the fully asynchronous rollout is kept, and their hooks that raise cost no group."""
+"""User settings of the fully asynchronous rollout are kept, and user hooks that raise cost no group."""
 
 from __future__ import annotations
 

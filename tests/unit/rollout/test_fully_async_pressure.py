@@ -55,7 +55,7 @@ def drop_some(args: Any, group: list[Any], **_: Any) -> bool:
 
 
 def measure() -> dict[str, int]:
-    """What must not grow. Waits until requests that were aborted have gone."""
+    """Measure the quantities that must not grow. Waits until requests that were aborted have gone."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return {

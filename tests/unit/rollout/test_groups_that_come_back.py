@@ -1,4 +1,4 @@
-"""What the default rollout hands back of groups that it did not finish, whatever kept it from that."""
+"""Groups that the default rollout hands back unfinished, whatever kept it from finishing them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def answered(sample: Sample, text: str = "r", status: Status = Status.COMPLETED)
 
 
 def pair(sample: Sample, second: Status = Status.COMPLETED) -> list[Sample]:
-    """What a fan-out makes of a sample: the sample itself, and another."""
+    """Return a sample's fan-out: the sample itself, and another."""
     other, sample.rollout_id = copy.deepcopy(sample), sample.index
     other.rollout_id = sample.index
     return [answered(sample, "one"), answered(other, "two", second)]

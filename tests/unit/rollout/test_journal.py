@@ -35,7 +35,7 @@ def encode_record(record: Any) -> bytes:
 
 @pytest.fixture(autouse=True)
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was synced; a kill, unlike the loss of the machine, needs no disk that is waited for."""
+    """Record the names that are synced; a kill, unlike the loss of the machine, needs no wait for the disk."""
     names: list[str] = []
     monkeypatch.setattr(journal_writer, "sync", lambda path: names.append(path.name))
     return names

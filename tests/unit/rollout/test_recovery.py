@@ -77,7 +77,7 @@ def finish(group: list[Sample], status: Status = Status.COMPLETED) -> list[Sampl
 
 
 def kill(source: Any) -> None:
-    """What the journal's thread would have had the time for."""
+    """Do the work that the journal's thread would have had the time for."""
     source._recovery.journal.flush()
 
 

@@ -89,7 +89,7 @@ def test_top_p_asks_for_the_top_p_mask_and_deterministic_mode_for_seeds(cluster,
 
 
 def test_groups_begin_only_as_slots_become_free(cluster, make_args, monkeypatch):
-    """What waits to begin costs next to nothing; tasks of 100,000 groups would take gigabytes."""
+    """Waiting groups cost next to nothing; tasks of 100,000 groups would take gigabytes."""
     args = make_args(sglang_server_concurrency=1, rollout_batch_size=40, over_sampling_batch_size=50)
     slots, most, begun = GenerateState(args).semaphore, 0, 0
     generate_job = sglang_rollout.generate_job

@@ -1,4 +1,4 @@
-"""How full the slots are for each ``--max-staleness``, in virtual time, and that the documentation says so."""
+"""Use of the slots for each ``--max-staleness``, in virtual time, and that the documentation says so."""
 
 from __future__ import annotations
 

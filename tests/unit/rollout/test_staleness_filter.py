@@ -1,4 +1,4 @@
-"""What the default rollout trains on of the groups that are returned to it."""
+"""Samples that the default rollout trains on, of the groups that are returned to it."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class World:
             await upcoming
 
     def save(self) -> str:
-        """What a checkpoint keeps, as the rollout manager saves it after a rollout."""
+        """Return a checkpoint, as the rollout manager saves it after a rollout."""
         open_groups = still_open(self.worker.to_save(), {"sample_group_index": self.source.drawn}, self.source.buffer)
         front = [encode_group(group) for group in [*open_groups, *self.source.buffer]]
         return json.dumps({"front": front, "drawn": self.source.drawn, "dropped": self.dropped})

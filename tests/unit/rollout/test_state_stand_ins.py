@@ -1,4 +1,4 @@
-"""What tests and plug-ins put in the place of ``GenerateState`` has three attributes, and nothing of slime's notes."""
+"""Stand-ins for ``GenerateState`` in tests and plug-ins have three attributes, and nothing of slime's notes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE = __name__
 
 
 class StandIn:
-    """What ``generate_and_rm`` of slime <= 0.3.1 reads of its state."""
+    """The attributes of its state that ``generate_and_rm`` of slime <= 0.3.1 reads."""
 
     __slots__ = ("aborted", "events", "semaphore")  # nothing can be added to it
 

@@ -31,7 +31,7 @@ def anew(monkeypatch):
 
 
 async def watched() -> None:
-    """What a watchdog cancels."""
+    """Await a task that a watchdog cancels."""
     task = asyncio.create_task(asyncio.Event().wait())
     asyncio.get_running_loop().call_soon(task.cancel)
     await task

@@ -82,7 +82,7 @@ def start(tokenizer: Any, clock: WeightClock, tmp_path: Path, monkeypatch: pytes
 
 
 class Books:
-    """What the trainer gets, compared with what the engines did. Version v holds the weights of step v - 1."""
+    """The trainer's data, compared with the work of the engines. Version v holds the weights of step v - 1."""
 
     def __init__(self, cluster: VersionedCluster, args: SimpleNamespace, clock: WeightClock) -> None:
         self.cluster, self.args, self.clock = cluster, args, clock

@@ -1,4 +1,4 @@
-"""What becomes of an engine's reply that tells the tokens that each one was sampled among."""
+"""Handling of an engine's reply that has the candidate tokens of each sampled token."""
 
 from __future__ import annotations
 

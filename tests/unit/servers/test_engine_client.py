@@ -1,4 +1,4 @@
-"""What the engine client sends, and what it makes of replies, failures and silence."""
+"""Requests of the engine client, and its handling of replies, failures and silence."""
 
 from __future__ import annotations
 

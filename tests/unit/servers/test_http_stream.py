@@ -18,7 +18,7 @@ REQUEST = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 8}, "retur
 
 
 class Pieces:
-    """What an open answer gives: these pieces, then its end or an error."""
+    """Body of an open answer: these pieces, then its end or an error."""
 
     def __init__(self, *pieces: bytes | Exception) -> None:
         self.pieces = list(pieces)

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_distributed_utils`` do."""
+"""Ranks of ``test_distributed_utils``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks meet: addresses of either family, and listeners that others do not reach."""
+"""Addresses where ranks meet: of either family, and listeners that others do not reach."""
 
 from __future__ import annotations
 

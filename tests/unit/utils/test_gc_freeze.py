@@ -1,4 +1,4 @@
-"""What is loaded is left out of garbage collection; what comes later is collected."""
+"""Objects that are loaded are left out of garbage collection; later ones are collected."""
 
 from __future__ import annotations
 

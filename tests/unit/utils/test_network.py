@@ -1,4 +1,4 @@
-"""How many connections this process can open."""
+"""The number of connections this process can open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of a traceback is the user's."""
+"""The line of a traceback that is the user's."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_gpus_whose_engines_repack_fp8_are_refused(
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_int4_is_sent_to_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    """What engines rearrange is undone for a push. Scales are what the checkpoint's are, bf16."""
+    """The engines' rearrangement is undone for a push. Scales are the checkpoint's, in bf16."""
     form = Int4(8)
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": form.config([])}))
     parts = form.quantize(torch.ones(8, 8, dtype=torch.bfloat16))

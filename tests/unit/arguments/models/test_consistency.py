@@ -41,7 +41,7 @@ def checkpoint(name: str) -> str:
 
 
 def check(words: list[str], hf_checkpoint: str, changed: list[str] | None = None) -> list[str]:
-    """What the check of ``words``, with some changed, warns of."""
+    """Return the warnings of the check of ``words``, with some arguments changed."""
     args = model_namespace(words, hf_checkpoint, changed=changed or [])
     check_consistency(args)
     return args.warnings

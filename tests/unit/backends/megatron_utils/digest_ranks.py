@@ -1,4 +1,4 @@
-"""What the ranks of ``test_checkpoint_digests`` do."""
+"""Ranks of ``test_checkpoint_digests``."""
 
 from __future__ import annotations
 

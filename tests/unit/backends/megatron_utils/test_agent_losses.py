@@ -182,7 +182,7 @@ def test_loss_and_gradient(algorithm: str, division: str, removed: int | None) -
 def own_turn_mean(
     total_lengths, response_lengths, loss_masks, calculate_per_token_loss, *, rollout_ids, rollout_turn_counts
 ):
-    """What a user writes: the keywords are those that it names."""
+    """A user's reducer: it takes the keywords that it names."""
     assert len(rollout_ids) == len(loss_masks)
     weights = [mask / max(mask.sum(), 1) / n for mask, n in zip(loss_masks, rollout_turn_counts, strict=True)]
     return lambda values: (values * torch.cat(weights)).sum()

@@ -1,4 +1,4 @@
-"""What the trainer refuses where data enters it: the message names the sample."""
+"""Data that the trainer refuses on entry: the message names the sample."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which megatron.core is imported where a checkout of Megatron-LM comes first, and what else is found there."""
+"""The megatron.core that is imported where a checkout of Megatron-LM comes first, and the other modules found there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TransformerEngine's layers ask of adapters, dropout, and first numbers: parts that no CPU run shows."""
+"""Adapters of TransformerEngine's layers, dropout, and initial values: parts that no CPU run exercises."""
 
 from __future__ import annotations
 

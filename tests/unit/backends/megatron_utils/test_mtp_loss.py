@@ -1,4 +1,4 @@
-"""What layers of multi-token prediction are trained on, position by position."""
+"""Targets of layers of multi-token prediction, position by position."""
 
 from __future__ import annotations
 

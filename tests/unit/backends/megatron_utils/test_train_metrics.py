@@ -40,7 +40,7 @@ def test_tokens_weigh_as_in_the_loss_and_scalars_alike() -> None:
 
 
 def test_a_trajectory_without_a_trained_token_is_not_counted() -> None:
-    """What it has at its masked tokens may be anything; its reward is one all the same."""
+    """Values at its masked tokens do not matter; its reward counts nevertheless."""
     found = means(
         log_probs=[torch.tensor([-1.0, -3.0, -9.0]), torch.tensor([float("nan"), float("-inf")])],
         loss_masks=[torch.tensor([1, 1, 0]), torch.tensor([0, 0])],

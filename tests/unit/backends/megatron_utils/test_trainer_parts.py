@@ -200,7 +200,7 @@ def step_once_more(adam: torch.optim.AdamW) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("device_type", ["cuda", "cpu"])
 def test_adam_makes_no_copies_of_its_moments_on_cuda(device_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the run did that saved the state."""
+    """The kernel of the run that saved the state does not matter."""
     monkeypatch.setattr(accelerator, "device_type", lambda: device_type)
     expected = step_once_more(stepped_adam(foreach=False))
     for saved in (stepped_adam(), stepped_adam(fused=True), stepped_adam(foreach=True)):
@@ -236,7 +236,7 @@ def test_a_step_of_adam_takes_no_memory_of_the_size_of_its_state() -> None:
 
 
 class Scaler:
-    """What Megatron's dynamic scaler tells of itself."""
+    """The interface of Megatron's dynamic scaler."""
 
     hysteresis = 2
 

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_rendezvous`` do."""
+"""Ranks of ``test_rendezvous``."""
 
 from __future__ import annotations
 

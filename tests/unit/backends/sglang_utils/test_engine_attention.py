@@ -1,4 +1,4 @@
-"""What the attention backend of CPU engines computes itself, what it leaves to SGLang, and when it frees its copies."""
+"""The attention backend of CPU engines: its own cases, those it leaves to SGLang, the release of its copies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Pool:
 
 
 class Stock:
-    """What the class sees of ``TorchNativeAttnBackend``."""
+    """The part of ``TorchNativeAttnBackend`` that the class uses."""
 
     swa_out_cache_loc = None
 

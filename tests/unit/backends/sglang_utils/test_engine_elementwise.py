@@ -17,7 +17,7 @@ HEAD = 16
 
 
 class RotaryEmbedding:
-    """What the hook sees of SGLang's class."""
+    """The part of SGLang's class that the hook uses."""
 
     is_neox_style = True
     rotary_dim = head_size = HEAD

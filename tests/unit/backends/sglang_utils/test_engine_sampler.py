@@ -16,7 +16,7 @@ from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 
 
 class Sampler:
-    """What the hooks see of SGLang's class."""
+    """The part of SGLang's class that the hooks use."""
 
     enable_deterministic = use_ascend_backend = False
     rl_on_policy_target = None

@@ -1,4 +1,4 @@
-"""What engine processes, and only they, find in their environment."""
+"""Variables in the environment of engine processes, and only theirs."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 
 
 class Engine:
-    """What a scheduler does with its tags; ``done`` are the parts it has worked on."""
+    """A scheduler's work on its tags; ``done`` are the parts it has worked on."""
 
     def __init__(self, hooks: dict[str, Any]) -> None:
         self.offload_tags: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a router would drop is asked for in labels, and engines make fields of them."""
+"""Fields that a router would drop are passed as labels, and engines make fields of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which router is started, and with which options."""
+"""The router that is started, and its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine leaves on disk is removed with it."""
+"""Files that an engine leaves on disk are removed with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loop a command line runs and what it does between rollouts."""
+"""The loop that a command line runs and its work between rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who gets which slots: the table of cases, the engines on them."""
+"""Assignment of slots: the table of cases, the engines on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where every process of a run is, for every way to place one."""
+"""The place of every process of a run, for every way to place one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which environment a group acts in, and difficulties that follow success and survive a resume."""
+"""The environment that a group acts in, and difficulties that follow success and survive a resume."""
 
 from __future__ import annotations
 

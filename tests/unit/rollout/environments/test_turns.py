@@ -82,7 +82,7 @@ def conversations(draw: Any) -> Any:
 
 
 def check(case: Any) -> None:
-    """What is appended decodes to what the template writes between the end of what was generated and the next turn."""
+    """Assert that the appended tokens decode to the template's text between the end of an answer and the next turn."""
     template, prompt, turns = case
     tokenizer = PairTokenizer(template)
     chat = ChatTurns(tokenizer, None, {})
