@@ -275,12 +275,12 @@ class AsyncRolloutWorker(GroupStream):
         if record := getattr(self.data_source, "record_completed", None):
             record(group)
 
-    def _gave_up(self, job: GroupJob) -> None:
+    def _on_group_failed(self, job: GroupJob) -> None:
         if self._was_aborted_for_a_push(job):
             self.aborted += 1
             self._hand_back(job, self._to_begin_again(job))
         else:
-            super()._gave_up(job)
+            super()._on_group_failed(job)
 
     def _was_aborted_for_a_push(self, job: GroupJob) -> bool:
         """True when engines may have aborted a group to take new weights: once per group and version.

@@ -309,7 +309,7 @@ class GroupStream(HeldGroups):
         if error is not None:
             self._failed(job, error)
         elif (verdict := task.result()) is None:
-            self._gave_up(job)
+            self._on_group_failed(job)
         else:
             if not job.was_finished:  # else nothing was asked
                 self._answered(job)
@@ -348,7 +348,7 @@ class GroupStream(HeldGroups):
         self.waiting.appendleft(job)
         self.stop_with(error)
 
-    def _gave_up(self, job: GroupJob) -> None:
+    def _on_group_failed(self, job: GroupJob) -> None:
         """The generate function gave up on a group: a prompt of its own kind, or a service that is down."""
         self.aborted += 1
         reported = [s.metadata for s in iter_samples(job.result) if "abort_reason" in (s.metadata or {})]

@@ -133,7 +133,7 @@ class MultiTurnLossMaskGenerator:
         variants = [self._turns, self._turns_as_last] if self.tokenizer_type == "qwen3" else [self._turns]
         wanted, marker = self._trained_turns(messages), self._ids(TURN_START)
         for render in variants:
-            rendered, labels = self._labelled(*render(messages, tools))
+            rendered, labels = self._labeled(*render(messages, tools))
             if (mask := _moved(rendered, labels, ids, wanted, marker)) is not None:
                 return ids, mask
         found, expected = len(_places(marker, ids)), len(_places(marker, rendered))
@@ -223,10 +223,10 @@ class MultiTurnLossMaskGenerator:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenize(self, text: str, turns: list[Turn], wanted: list[bool]) -> tuple[list[int], list[int]]:
-        ids, labels = self._labelled(text, turns)
+        ids, labels = self._labeled(text, turns)
         return ids, [_is_trained(label, wanted) for label in labels]
 
-    def _labelled(self, text: str, turns: list[Turn]) -> tuple[list[int], list[int]]:
+    def _labeled(self, text: str, turns: list[Turn]) -> tuple[list[int], list[int]]:
         """Return the ids and where each one belongs: 0 outside of turns, 2 n + 1 in the header of turn n and what else
         the prompt has, 2 n + 2 in the rest of it."""
         edges = [place for turn in turns for place in turn]

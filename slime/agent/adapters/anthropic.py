@@ -19,7 +19,7 @@ from slime.agent.adapters.common import (
 )
 from slime.agent.adapters.event_stream import event
 from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, messages_of, told
-from slime.agent.adapters.provider import MODEL_LABEL, Asked, Message, ProviderFormat
+from slime.agent.adapters.provider import MODEL_LABEL, Message, ParsedRequest, ProviderFormat
 from slime.agent.same_answer import ToolCall
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -53,7 +53,7 @@ class AnthropicFormat(ProviderFormat):
     def translate_reply(self, message: Message) -> Message:
         return _assistant_message(message["content"])
 
-    def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Reply, asked: ParsedRequest) -> dict[str, Any]:
         return {
             **_head(asked),
             "content": message["content"],
@@ -61,14 +61,14 @@ class AnthropicFormat(ProviderFormat):
             "usage": {"input_tokens": reply.prompt_tokens, "output_tokens": reply.output_tokens},
         }
 
-    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+    def opening_events(self, asked: ParsedRequest) -> Iterable[bytes]:
         usage = {"input_tokens": asked.prompt_tokens, "output_tokens": 0}
         yield event("message_start", message={**_head(asked), "content": [], "stop_reason": None, "usage": usage})
 
-    def keep_alive(self, asked: Asked) -> bytes:
+    def keep_alive(self, asked: ParsedRequest) -> bytes:
         return event("ping")
 
-    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: ParsedRequest) -> Iterable[bytes]:
         for index, block in enumerate(body["content"]):
             empty, deltas = _block_events(block)
             yield event("content_block_start", index=index, content_block=empty)
@@ -79,7 +79,7 @@ class AnthropicFormat(ProviderFormat):
         yield event("message_delta", delta=delta, usage={"output_tokens": body["usage"]["output_tokens"]})
         yield event("message_stop")
 
-    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+    def error_event(self, kind: str, message: str, asked: ParsedRequest) -> bytes:
         return event("error", error=self.error_body(kind, message)["error"])
 
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class AnthropicAdapter(AnthropicFormat, BaseAdapter):
         router.add_get("/v1/models", list_models)
 
 
-def _head(asked: Asked) -> dict[str, Any]:
+def _head(asked: ParsedRequest) -> dict[str, Any]:
     head = {"type": "message", "role": "assistant", "model": asked.model, "stop_sequence": None}
     return {"id": f"msg_{asked.id}", **head}
 

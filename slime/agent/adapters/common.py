@@ -34,7 +34,7 @@ from slime.agent.adapters.http_requests import (
     told,
 )
 from slime.agent.adapters.in_flight import InFlight
-from slime.agent.adapters.provider import Asked, Message, ProviderFormat
+from slime.agent.adapters.provider import Message, ParsedRequest, ProviderFormat
 from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
@@ -139,7 +139,7 @@ class BaseAdapter(ProviderFormat):
         self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[browser_guard(refuse)])
         self.app[REQUIRES_TOKEN] = True
         for path in ("/", "/healthz"):  # Claude Code asks for the first to see whether anything answers
-            self.app.router.add_get(path, _say_ok)
+            self.app.router.add_get(path, _health)
         self.add_routes(self.app.router)
 
     @abc.abstractmethod
@@ -246,7 +246,7 @@ class BaseAdapter(ProviderFormat):
             if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
             messages, tools, prompt_ids, rendering = await self._prompt(sid, api, body)
-            asked = Asked(body, len(prompt_ids))
+            asked = ParsedRequest(body, len(prompt_ids))
             stream = EventStream(request, api, asked) if wants_stream(request, body) else None
             try:
                 generation = self._generate(prompt_ids, session, body, sid, tools)
@@ -429,7 +429,7 @@ def sid_from_body(body: Mapping[str, Any]) -> str | None:
     return sid if isinstance(sid, str) else None
 
 
-async def _say_ok(request: web.Request) -> web.Response:
+async def _health(request: web.Request) -> web.Response:
     return web.json_response({"ok": True})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from slime.agent.adapters.http_requests import ClientGone
-from slime.agent.adapters.provider import Asked, ProviderFormat
+from slime.agent.adapters.provider import ParsedRequest, ProviderFormat
 
 OPEN_AFTER_S = 1.0
 """Until then a turn that fails is answered with an HTTP status, which clients understand better than an event."""
@@ -26,7 +26,7 @@ def wants_stream(request: web.Request, body: Mapping[str, Any]) -> bool:
 class EventStream:
     """The stream of one turn. It opens when the turn takes longer than ``OPEN_AFTER_S``, or with the answer."""
 
-    def __init__(self, request: web.Request, api: ProviderFormat, asked: Asked) -> None:
+    def __init__(self, request: web.Request, api: ProviderFormat, asked: ParsedRequest) -> None:
         self.request, self.api, self.asked = request, api, asked
         self.response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}

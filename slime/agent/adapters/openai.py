@@ -20,7 +20,7 @@ from slime.agent.adapters.common import (
 )
 from slime.agent.adapters.http_requests import bad_request, messages_of, told
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, list_models, openai_error
-from slime.agent.adapters.provider import Asked, Message
+from slime.agent.adapters.provider import Message, ParsedRequest
 from slime.agent.adapters.responses import ResponsesFormat
 from slime.agent.same_answer import ToolCall
 
@@ -64,7 +64,7 @@ class OpenAIAdapter(BaseAdapter):
     def translate_reply(self, message: Message) -> Message:
         return _assistant_message(message)
 
-    def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Reply, asked: ParsedRequest) -> dict[str, Any]:
         used = {"prompt_tokens": reply.prompt_tokens, "completion_tokens": reply.output_tokens}
         choice = {"index": 0, "message": message, "finish_reason": reply.finish_reason, "logprobs": None}
         return {
@@ -77,10 +77,10 @@ class OpenAIAdapter(BaseAdapter):
             },
         }
 
-    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+    def opening_events(self, asked: ParsedRequest) -> Iterable[bytes]:
         yield _chunk(_head(asked), {"role": "assistant", "content": ""})
 
-    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: ParsedRequest) -> Iterable[bytes]:
         choice = body["choices"][0]
         message = choice["message"]
         deltas: list[Message] = []
@@ -95,14 +95,14 @@ class OpenAIAdapter(BaseAdapter):
         yield _chunk({**head, "usage": body["usage"]}, {}, choice["finish_reason"])
         yield b"data: [DONE]\n\n"
 
-    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+    def error_event(self, kind: str, message: str, asked: ParsedRequest) -> bytes:
         return f"data: {json.dumps(self.error_body(kind, message))}\n\n".encode()
 
     def error_body(self, kind: str, message: str) -> dict[str, Any]:
         return openai_error(kind, message)
 
 
-def _head(asked: Asked, kind: str = "chat.completion.chunk") -> dict[str, Any]:
+def _head(asked: ParsedRequest, kind: str = "chat.completion.chunk") -> dict[str, Any]:
     return {"id": f"chatcmpl_{asked.id}", "object": kind, "created": asked.created, "model": asked.model}
 
 

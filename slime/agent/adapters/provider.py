@@ -14,14 +14,14 @@ from aiohttp import web
 
 from slime.agent.same_answer import Message
 
-__all__ = ["MODEL_LABEL", "Asked", "Message", "ProviderFormat"]
+__all__ = ["MODEL_LABEL", "Message", "ParsedRequest", "ProviderFormat"]
 
 MODEL_LABEL = "slime-actor"
 """The only model in the list of models. Requests may name any: there is one."""
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """The parts of an answer that are known before it is generated: ``id`` without the provider's prefix; ``numbers``
     are those of its events, where they have any."""
 
@@ -57,23 +57,23 @@ class ProviderFormat(abc.ABC):
         """The message that ``translate`` returns for the whole ``reply_message`` in a later request."""
 
     @abc.abstractmethod
-    def reply_body(self, message: Message, reply: Any, asked: Asked) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Any, asked: ParsedRequest) -> dict[str, Any]:
         """The whole answer."""
 
     @abc.abstractmethod
-    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+    def opening_events(self, asked: ParsedRequest) -> Iterable[bytes]:
         """The server-sent events that need nothing of the answer."""
 
-    def keep_alive(self, asked: Asked) -> bytes:
+    def keep_alive(self, asked: ParsedRequest) -> bytes:
         """The bytes that keep a stream open: a comment, unless clients count events only."""
         return b": wait\n\n"
 
     @abc.abstractmethod
-    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: ParsedRequest) -> Iterable[bytes]:
         """The whole answer as server-sent events, those that come after ``opening_events``."""
 
     @abc.abstractmethod
-    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+    def error_event(self, kind: str, message: str, asked: ParsedRequest) -> bytes:
         """The event that ends a stream whose turn has failed."""
 
     @abc.abstractmethod

@@ -22,7 +22,7 @@ from slime.agent.adapters.common import (
 from slime.agent.adapters.event_stream import event
 from slime.agent.adapters.http_requests import CONTEXT_EXCEEDED, bad_request, told
 from slime.agent.adapters.openai_common import arguments_object, arguments_text, openai_error
-from slime.agent.adapters.provider import Asked, Message, ProviderFormat
+from slime.agent.adapters.provider import Message, ParsedRequest, ProviderFormat
 from slime.agent.same_answer import ToolCall
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -94,7 +94,7 @@ class ResponsesFormat(ProviderFormat):
     def translate_reply(self, message: Message) -> Message:
         return _messages(message["items"])[0]
 
-    def reply_body(self, message: Message, reply: Reply, asked: Asked) -> dict[str, Any]:
+    def reply_body(self, message: Message, reply: Reply, asked: ParsedRequest) -> dict[str, Any]:
         cut = reply.finish_reason == "length"
         usage = {
             "input_tokens": reply.prompt_tokens,
@@ -110,24 +110,24 @@ class ResponsesFormat(ProviderFormat):
             "usage": usage,
         }
 
-    def opening_events(self, asked: Asked) -> Iterable[bytes]:
+    def opening_events(self, asked: ParsedRequest) -> Iterable[bytes]:
         yield event("response.created", sequence_number=next(asked.numbers), response=_response(asked, "in_progress"))
         yield self.keep_alive(asked)
 
-    def keep_alive(self, asked: Asked) -> bytes:
+    def keep_alive(self, asked: ParsedRequest) -> bytes:
         """An event: Codex takes a stream of comments for one that has broken off, after five minutes."""
         return event(
             "response.in_progress", sequence_number=next(asked.numbers), response=_response(asked, "in_progress")
         )
 
-    def reply_events(self, body: dict[str, Any], asked: Asked) -> Iterable[bytes]:
+    def reply_events(self, body: dict[str, Any], asked: ParsedRequest) -> Iterable[bytes]:
         events = [fields for place, item in enumerate(body["output"]) for fields in _item_events(place, item)]
         # also of one that was cut: clients take a stream that ends otherwise for broken, and ask again
         events.append(("response.completed", {"response": body}))
         for kind, fields in events:
             yield event(kind, sequence_number=next(asked.numbers), **fields)
 
-    def error_event(self, kind: str, message: str, asked: Asked) -> bytes:
+    def error_event(self, kind: str, message: str, asked: ParsedRequest) -> bytes:
         error = {"code": _ERROR_CODES.get(kind, "server_error"), "message": message}
         response = {**_response(asked, "failed"), "error": error}
         return event("response.failed", sequence_number=next(asked.numbers), response=response)
@@ -136,7 +136,7 @@ class ResponsesFormat(ProviderFormat):
         return openai_error(kind, message)
 
 
-def _response(asked: Asked, status: str) -> dict[str, Any]:
+def _response(asked: ParsedRequest, status: str) -> dict[str, Any]:
     repeated = {key: asked.body.get(key, default) for key, default in _REPEATED.items()}
     return {
         "id": f"resp_{asked.id}",

@@ -78,7 +78,7 @@ class Reward(ArgumentGroup):
     )
     custom_reward_post_process_path: DottedPath | None = flag(
         None,
-        "dotted path of your own normalisation of rewards; default: within the group of a prompt",
+        "dotted path of your own normalization of rewards; default: within the group of a prompt",
         hook=Contract("fn(args, samples)", 2, changes_samples=True),
         silenced_by=("own conversion",),
     )

@@ -59,7 +59,7 @@ HAND_TABLE: tuple[Flag, ...] = (
     _on("--apply-layernorm-1p", MODEL, "norm weights are stored around zero", field="layernorm_zero_centered_gamma"),
     _on("--swiglu", MODEL, "gated linear units with SiLU", field="gated_linear_unit"),
     _on("--squared-relu", MODEL, "squared ReLU"),
-    _on("--init-method-xavier-uniform", MODEL, "Xavier uniform initialisation"),
+    _on("--init-method-xavier-uniform", MODEL, "Xavier uniform initialization"),
     _on("--group-query-attention", MODEL, "grouped-query attention with --num-query-groups groups"),
     _on("--untie-embeddings-and-output-weights", MODEL, "the output layer has weights of its own"),
     _value("--vocab-size", None, "int", MODEL, "vocabulary of the checkpoint"),

@@ -50,7 +50,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, width: int =
     return lines + [text for row in cells for text in line(row)]
 
 
-def labelled(rows: Iterable[tuple[str, str]]) -> list[str]:
+def labeled(rows: Iterable[tuple[str, str]]) -> list[str]:
     """Two columns without a head."""
     return table(("", ""), rows)
 

@@ -12,7 +12,7 @@ from slime.arguments.files.run_config import OWN_FLAGS, to_yaml
 from slime.arguments.flag import Flag
 from slime.arguments.rules import model_defaults
 from slime.preflight.plan import Plan, plan
-from slime.preflight.plan.format import WIDTH, bullets, count, labelled, wrapped
+from slime.preflight.plan.format import WIDTH, bullets, count, labeled, wrapped
 from slime.preflight.plan.loop import batch_rows
 from slime.preflight.plan.memory import memory
 from slime.preflight.plan.memory_text import fit_sentence, memory_text
@@ -52,10 +52,10 @@ def sections(args: Args, planned: Plan) -> list[tuple[str, list[str]]]:
     """Return the titles and lines of the summary; what there is nothing to say about is left out."""
     found = [
         ("Given", given_lines(args)),
-        ("Model", labelled(model_defaults.summary(args))),
+        ("Model", labeled(model_defaults.summary(args))),
         ("Derived", derived_lines(args)),
-        ("Loop", labelled(planned.loop.rows)),
-        ("Batches", [] if args.serve_only else labelled(batch_rows(planned.batch))),
+        ("Loop", labeled(planned.loop.rows)),
+        ("Batches", [] if args.serve_only else labeled(batch_rows(planned.batch))),
         ("Placement", placement_lines(planned.placement, args)),
         ("Memory", memory_text(args).splitlines()),
         ("Warnings", bullets(planned.warnings)),
@@ -122,7 +122,7 @@ def derived_lines(args: Args) -> list[str]:
 
 def _wrapped(groups: list[tuple[str, list[str]]]) -> list[str]:
     rows = [(group, "  ".join(words).replace("  ", " ")) for group, words in groups if words]
-    return [line.replace(NO_BREAK, " ").rstrip() for line in labelled(rows)]
+    return [line.replace(NO_BREAK, " ").rstrip() for line in labeled(rows)]
 
 
 def _as_typed(flag: Flag, value: object) -> str:

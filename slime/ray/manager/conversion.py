@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CarriedOver:
+class LeftoverSamples:
     """Samples whose rollouts did not fill a training step; they come first in the next one. Rewards are final.
 
     Of a converter of the user's, ``rows`` of the train data that it made of them take their place.
@@ -49,7 +49,7 @@ class Converter:
     def __init__(self, args: Args) -> None:
         self.args = args
         self.train_parallel_config: Mapping[str, int] | None = None
-        self.carried = CarriedOver()
+        self.carried = LeftoverSamples()
         self._convert = find_hook(args, "custom_convert_samples_to_train_data_path")
         self._post_process = find_hook(args, "custom_reward_post_process_path")
         makers = (
@@ -111,7 +111,7 @@ class Converter:
         with self.annotate_with_hooks():
             batch = RolloutColumns.from_train_data(build_train_data(self.args, samples, raw, rewards))
         positions = self._leftover(batch)
-        self.carried = CarriedOver(
+        self.carried = LeftoverSamples(
             [copy_sample(samples[p]) for p in positions], [raw[p] for p in positions], [rewards[p] for p in positions]
         )
         for sample, position in zip(self.carried.samples, positions, strict=True):
@@ -125,7 +125,7 @@ class Converter:
         with convert.naming():
             data = join_rows(self.carried.rows, data)
             batch = RolloutColumns.from_train_data(data)
-        self.carried = CarriedOver(rows=take_rows(data, self._leftover(batch), batch.rollout_ids))
+        self.carried = LeftoverSamples(rows=take_rows(data, self._leftover(batch), batch.rollout_ids))
         return batch
 
     def _leftover(self, batch: RolloutColumns) -> list[int]:
@@ -183,10 +183,10 @@ class Converter:
     def restore(self, data: bytes | None) -> None:
         """Restore what ``state`` returned. Raises ValueError when only one of the two runs has a converter."""
         if data is None:
-            self.carried = CarriedOver()
+            self.carried = LeftoverSamples()
             return
         state = json.loads(data)
-        found = CarriedOver(
+        found = LeftoverSamples(
             decode_group(state["samples"]),
             list(decode_value(state["raw_rewards"])),
             list(decode_value(state["rewards"])),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter, event_stream, http_requests
 from slime.agent.adapters.common import Reply
-from slime.agent.adapters.provider import Asked, ProviderFormat
+from slime.agent.adapters.provider import ParsedRequest, ProviderFormat
 from slime.agent.adapters.responses import ResponsesFormat
 from slime.utils.types import Sample
 from tests.support.agents import ToolTokenizer, call_text, gateway
@@ -79,7 +79,7 @@ uses = st.fixed_dictionaries(
 def test_every_answer_is_a_stream_that_says_the_same(reasoning, text, tool_uses, finish):
     reply = Reply(reasoning, text, tool_uses, "tool_calls" if tool_uses else finish, 3, 4)
     for api, read in FORMATS:
-        asked = Asked({"model": "m", "tools": [{"type": "custom", "name": "patch"}]}, 3)
+        asked = ParsedRequest({"model": "m", "tools": [{"type": "custom", "name": "patch"}]}, 3)
         message = api.reply_message(reply, asked.body)
         body = api.reply_body(message, reply, asked)
         body = json.loads(json.dumps(body))
@@ -97,7 +97,7 @@ def test_every_answer_is_a_stream_that_says_the_same(reasoning, text, tool_uses,
             assert (found["finish_reason"], found["usage"]) == (choice["finish_reason"], body["usage"])
         else:
             assert found == body
-        asked = Asked(asked.body, 3)
+        asked = ParsedRequest(asked.body, 3)
         failed = b"".join([*api.opening_events(asked), api.error_event("api_error", "no", asked)]).decode()
         assert read(events_of(failed)[0])["error"]["message"] == "no"
         assert api.translate_reply(message)["role"] == "assistant"
@@ -148,7 +148,7 @@ async def test_a_client_that_leaves_during_the_last_events_gets_no_other_answer(
     async def gone(*_: object) -> None:
         raise ConnectionResetError("Cannot write to closing transport")
 
-    stream = event_stream.EventStream(make_mocked_request("POST", "/"), FORMATS[0][0], Asked({"model": "m"}, 3))
+    stream = event_stream.EventStream(make_mocked_request("POST", "/"), FORMATS[0][0], ParsedRequest({"model": "m"}, 3))
     monkeypatch.setattr(web.StreamResponse, broken, gone)
     assert await stream.end([b"x"]) is stream.response
     assert stream.is_open

@@ -106,7 +106,7 @@ def test_a_group_that_is_given_back_while_the_state_is_saved_is_in_it_once(clust
         task, job = next(iter(worker.in_flight.items()))
         worker.in_flight.pop(task)
         task.cancel()
-        worker._gave_up(job)
+        worker._on_group_failed(job)
         return [group[0].group_index for group in worker.to_save()]
 
     def unconsumed() -> list[Any]:
