@@ -146,16 +146,12 @@ def test_the_documentation_has_no_mistake():
     assert [*check_docs.check_pages(check_docs.documents(), check_docs.INDEX), *check_docs.check_generated()] == []
 
 
-FILES = ("custom_config_path", "lora_adapter_path", "megatron_config_path", "memory_snapshot_path")
-"""Paths of files, not of functions."""
-
-
 def test_every_hook_is_on_the_customization_page():
     page = (check_docs.ROOT / "docs/en/get_started/customization.md").read_text()
     hooks = [
         flag.option
         for flag in slime_flags()
-        if flag.option.endswith("-path") and flag.dest not in FILES and is_available(flag)
+        if flag.option.endswith("-path") and not flag.traits.path and is_available(flag)
     ]
     assert len(hooks) > 20
     assert [hook for hook in hooks if f"`{hook}`" not in page] == []

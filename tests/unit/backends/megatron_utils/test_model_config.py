@@ -56,7 +56,7 @@ def test_a_window_is_a_pair() -> None:
 
 def test_precisions_of_the_optimizer_are_dtypes() -> None:
     model = Namespace(params_dtype=torch.bfloat16, bf16=True, fp16=False)
-    names = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    names = [flag.dest for flag in flags_where(lambda traits: traits.dtype)]
     config = optimizer_config_from_args(run_args(lr=1e-6, **dict.fromkeys(names, "fp32")), model)
     assert [getattr(config, name) for name in names] == [torch.float32] * 4
     assert (config.lr, config.params_dtype, config.bf16) == (1e-6, torch.bfloat16, True)
