@@ -10,7 +10,7 @@ import torch
 from tests.support import plain_grpo
 from tests.support.distributed import run_distributed
 from tests.support.routing_ranks import FORWARD, PASS, RECOMPUTED, engine_experts
-from tests.support.trainer import make_train_data, tiny_checkpoint, trainer_args
+from tests.support.trainer import PLAIN_SGD, make_train_data, tiny_checkpoint, trainer_args
 
 LAYERS, EXPERTS, TOPK = 4, 8, 2
 # Two optimizer steps of two or more micro-batches; what the first step changes sends most tokens elsewhere.
@@ -18,14 +18,7 @@ BASE: dict[str, Any] = {"global_batch_size": 4, "micro_batch_size": 2, "lr": 0.0
 RECORD: dict[str, Any] = {**BASE, "use_routing_replay": True, "use_rollout_routing_replay": False}
 R3: dict[str, Any] = {**RECORD, "use_rollout_routing_replay": True}
 # Adam's first step divides every gradient by itself, rounding included: layouts would drift apart.
-SGD = {
-    "lr": 0.5,
-    "optimizer": "sgd",
-    "sgd_momentum": 0.0,
-    "weight_decay": 0.0,
-    "clip_grad": 1e9,
-    "use_distributed_optimizer": False,
-}
+SGD = {**PLAIN_SGD, "lr": 0.5}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 LAST_LAYERS = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 ONE: dict[str, dict[str, Any]] = {

@@ -187,7 +187,7 @@ def test_top_p_replay_does_not_depend_on_the_layout(ranks: Any, layout: str) -> 
 def test_samples_without_top_p_masks_are_refused_at_the_door(ranks: Any) -> None:
     for rank in ranks:
         for found in rank["masks"]:
-            assert found["without"].startswith("--rollout-top-p 0.9: the samples have no top-p masks")
+            assert found["without"].startswith("ValueError: --rollout-top-p 0.9: the samples have no top-p masks")
 
 
 @pytest.mark.parametrize("name", EQUAL)

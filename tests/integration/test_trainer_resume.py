@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
+from tests.support.ranks import same_tensors
 from tests.support.trainer import tiny_checkpoint
 
 
@@ -18,13 +19,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_distributed("tests.support.resume_ranks:resume_options", 1, arguments, timeout=180)[0]
 
 
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def test_a_checkpoint_without_random_states_can_be_resumed(found: dict[str, Any]) -> None:
     assert found["start"] == 2
-    assert same(found["resumed"], found["after 1"])
+    assert same_tensors(found["resumed"], found["after 1"])
 
 
 @pytest.mark.parametrize(
@@ -38,13 +35,13 @@ def test_a_checkpoint_without_random_states_can_be_resumed(found: dict[str, Any]
 )
 def test_the_reference_is_the_one_of_before(found: dict[str, Any], reference: str, expected: str) -> None:
     others = {"initial", "after 0", "after 1"} - {expected}
-    assert same(found[reference], found[expected])
-    assert not any(same(found[reference], found[other]) for other in others)
+    assert same_tensors(found[reference], found[expected])
+    assert not any(same_tensors(found[reference], found[other]) for other in others)
 
 
 @pytest.mark.parametrize("interval", [1, 2, 3])
 def test_the_actor_is_resumed_whatever_the_reference(found: dict[str, Any], interval: int) -> None:
-    assert same(found[f"actor, interval {interval}"], found["after 1"])
+    assert same_tensors(found[f"actor, interval {interval}"], found["after 1"])
 
 
 def test_the_learning_rate_is_this_run_s_or_the_checkpoint_s_as_asked(found: dict[str, Any]) -> None:
@@ -60,6 +57,6 @@ def test_a_model_of_which_one_layer_is_trained_resumes(found: dict[str, Any]) ->
     assert part["start"] == 1
     assert "look at --only-train-params-name-list and --freeze-params-name-list" in part["all"]
     assert part["the other"] != "nothing was raised"
-    assert same(part["resumed"], part["went on"])
+    assert same_tensors(part["resumed"], part["went on"])
     changed = {name for name, value in part["initial"].items() if not torch.equal(value, part["went on"][name])}
     assert changed == {name for name in part["initial"] if "layers.1." in name}

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.megatron_checks import logits_and_weights
-from tests.support.megatron_model import model_args, switch_layout
+from tests.support.megatron_model import model_args
+from tests.support.ranks import switch_layout
 from tests.support.run_train import ROOT
 from tools.markdown import read_page
 

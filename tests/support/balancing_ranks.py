@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support import float64, plain_grpo
+from tests.support.ranks import arrays, new_trainer
 from tests.support.trainer import make_train_data, trainer_args
 
 SEED = 5
@@ -91,15 +91,10 @@ def train_balanced(checkpoint: str, scenarios: dict[str, dict[str, Any]], *, pla
     results = {}
     for name, flags in scenarios.items():
         results[name] = gradients(checkpoint, [{"args": flags, "data": {"seed": SEED}}])[0]
-        results[name]["gradients"] = _arrays(results[name]["gradients"])
+        results[name]["gradients"] = arrays(results[name]["gradients"])
         if plain:
-            results[name]["plain"] = [{**step, "grads": _arrays(step["grads"])} for step in _plain(checkpoint, flags)]
+            results[name]["plain"] = [{**step, "grads": arrays(step["grads"])} for step in _plain(checkpoint, flags)]
     return results
-
-
-def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """As arrays, since files with tensors name float64 by the wrong name here."""
-    return {name: tensor.detach().numpy() for name, tensor in tensors.items()}
 
 
 def _plain(checkpoint: str, flags: dict[str, Any]) -> list[dict[str, Any]]:
@@ -137,7 +132,7 @@ def biased(checkpoint: str, scenarios: dict[str, dict[str, Any]]) -> dict[str, d
     "biases": layer -> [experts] before each step and at the end. "maps": layer -> the routing maps
     [rows, experts] of the forwards that keep a graph, in order. "steps": the reports.
     """
-    from tests.support.trainer_ranks import new_trainer, train_once
+    from tests.support.trainer_ranks import train_once
 
     results = {}
     for name, flags in scenarios.items():

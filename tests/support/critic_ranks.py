@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tests.support.trainer import make_shards, make_train_data, trainer_args
+from tests.support.ranks import error_of, new_trainer
+from tests.support.trainer import PLAIN_SGD, make_shards, make_train_data
 from tests.support.trainer_ranks import hf_gradients, parameters
 
 PPO = {
@@ -24,33 +25,14 @@ CRITIC = {
     "num_critic_only_steps": 10**6,  # so that it reports the rollouts
     "init_method_std": 0.05,
 }
-SGD = {
-    "optimizer": "sgd",
-    "sgd_momentum": 0.0,
-    "use_distributed_optimizer": False,
-    "weight_decay": 0.0,
-    "start_weight_decay": 0.0,
-    "end_weight_decay": 0.0,
-    "clip_grad": 1e9,
-}
+SGD = {**PLAIN_SGD, "start_weight_decay": 0.0, "end_weight_decay": 0.0}
 CAPTURED: dict[str, Any] = {}
 
 
 def start(role: str, checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
-    """Return (trainer, first rollout id), after taking down the layout of an earlier one."""
-    from slime.backends.megatron_utils import import_megatron
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    from slime.backends.megatron_utils.train.trainer import CriticTrainer, MegatronTrainer
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    args = trainer_args(checkpoint)
-    vars(args).update({**PPO, **(CRITIC if role == "critic" else {}), **settings})
-    trainer = CriticTrainer(args) if role == "critic" else MegatronTrainer(args, with_ref=with_ref)
-    return trainer, trainer.initialize()
+    """Return (trainer, first rollout id) of a PPO run."""
+    flags = {**PPO, **(CRITIC if role == "critic" else {}), **settings}
+    return new_trainer(checkpoint, role=role, with_ref=with_ref, **flags)
 
 
 def train(trainer: Any, rollout_id: int, values: dict[str, Any] | None = None, **data: Any) -> dict[str, Any]:
@@ -159,15 +141,10 @@ def _refusals(checkpoint: str) -> dict[str, str]:
         "too short": {"values": [good[0][1:], *good[1:]]},
         "infinite": {"values": [*good[:-1], good[-1] / 0]},
     }
-    return {name: _message(actor, shards[0], columns) for name, columns in spoilt.items()}
-
-
-def _message(actor: Any, shard: Any, columns: dict[str, Any]) -> str:
-    try:
-        actor.train(0, shard, external_data=columns)
-    except ValueError as error:
-        return str(error)
-    return "nothing"
+    return {
+        name: error_of(lambda columns=columns: actor.train(0, shards[0], external_data=columns))
+        for name, columns in spoilt.items()
+    }
 
 
 def resume_elsewhere(checkpoint: str, save: str, layout: dict[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from slime.backends.megatron_utils.checkpoints.save_load import load_checkpoint
 from slime.utils.distributed_utils import control_group
+from tests.support.ranks import error_of, new_trainer, same_tensors
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import make_trainer, parameters, train_once
+from tests.support.trainer_ranks import parameters, train_once
 
 
 def flipped(content: bytes, dice: random.Random) -> bytes:
@@ -38,7 +39,7 @@ def damages(content: bytes, other: bytes | None, flips: int, seed: str) -> Itera
 def damage_every_file(checkpoint: str, folder: str, flips: int, flags: dict[str, Any]) -> dict[str, Any]:
     """Save two iterations; return, by file and damage, what loading the second says, and the files of the second."""
     save = Path(folder) / "save"
-    trainer, _ = make_trainer(checkpoint, save=str(save), **flags)
+    trainer, _ = new_trainer(checkpoint, save=str(save), **flags)
     for rollout_id in range(2):
         train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
         trainer.save(rollout_id)
@@ -59,22 +60,17 @@ def damage_every_file(checkpoint: str, folder: str, flips: int, flags: dict[str,
                 said[f"{path}: {what}"] = f"{type(e).__name__}: {e}"
             _apart(lambda path=path, content=content, at=at: _put(path, content, at))
     iteration = load_checkpoint(args, save, state)
-    after = parameters(trainer)
-    same = before.keys() == after.keys() and all((before[name] == after[name]).all() for name in before)
-    return {"said": said, "read": [str(path) for path in read], "iteration": iteration, "same": bool(same)}
+    same = same_tensors(parameters(trainer), before)
+    return {"said": said, "read": [str(path) for path in read], "iteration": iteration, "same": same}
 
 
 def without_digests(checkpoint: str, folder: str) -> dict[str, Any]:
     """Load a checkpoint as another program leaves it, and one that has lost its digests."""
     save = Path(folder) / "save"
-    trainer, _ = make_trainer(checkpoint, save=str(save))
+    trainer, _ = new_trainer(checkpoint, save=str(save))
     trainer.save(0)
     (save / "iter_0000000/digests.json").unlink()
-    try:
-        load_checkpoint(trainer.args, save, trainer._state)
-        lost = "loaded"
-    except ValueError as e:
-        lost = str(e)
+    lost = error_of(lambda: load_checkpoint(trainer.args, save, trainer._state))
     shutil.rmtree(save)
     return {"lost": lost}
 

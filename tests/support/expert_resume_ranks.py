@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import pickle
 import re
 import shutil
@@ -15,8 +14,9 @@ from unittest.mock import patch
 import torch
 
 from slime.utils import digests
+from tests.support.ranks import new_trainer
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import hf_weights, new_trainer, train_once
+from tests.support.trainer_ranks import hf_weights, train_once
 
 
 def resume_everywhere(
@@ -103,7 +103,7 @@ def plain_tensors(directories: list[str]) -> list[dict[str, torch.Tensor]]:
     import_megatron()
     from megatron.core import dist_checkpointing
 
-    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    torch.distributed.init_process_group("gloo")
     return [_flat(dist_checkpointing.load_plain_tensors(directory)) for directory in directories]
 
 

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from tests.support.gpu import memory_in_use
+from tests.support.ranks import new_trainer
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import new_trainer, train_once
+from tests.support.trainer_ranks import train_once
 
 SAMPLES, LENGTH = 4, 4096
 

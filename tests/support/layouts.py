@@ -278,7 +278,8 @@ def train_cases(paths: dict[str, str], precision: str, cases: list[tuple[str, st
         from tests.support import float64
 
         float64.enable()
-    from tests.support.trainer_ranks import hf_weights, new_trainer, train_once
+    from tests.support.ranks import new_trainer
+    from tests.support.trainer_ranks import hf_weights, train_once
 
     results = []
     for algorithm, name in cases:

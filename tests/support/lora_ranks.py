@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import hf_weights, new_trainer, parameters, train_once
+from tests.support.ranks import error_of, loaded_model, new_trainer, switch_layout
+from tests.support.trainer import PLAIN_SGD, make_train_data
+from tests.support.trainer_ranks import hf_weights, parameters, train_once
 
 RANK, ALPHA = 3, 6.0
 LORA = {"lora_rank": RANK, "lora_alpha": ALPHA}
-SGD = {
-    "optimizer": "sgd", "sgd_momentum": 0.0, "use_distributed_optimizer": False, "weight_decay": 0.0,
-    "clip_grad": 1e9, "lr": 0.5,
-}  # fmt: skip
+SGD = {**PLAIN_SGD, "lr": 0.5}
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
@@ -119,20 +117,14 @@ def life_of_adapters(checkpoint: str, other: str, folder: str) -> dict[str, Any]
     imported, _ = new_trainer(checkpoint, lora_adapter_path=f"{save}/iter_0000000/adapter", **flags)
     found["imported"] = adapters(imported)
 
-    try:
-        from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
+    from slime.backends.megatron_utils.checkpoints.torch_dist import TorchDistCheckpoint
 
-        TorchDistCheckpoint(save)
-    except ValueError as error:
-        found["conversion"] = str(error)
+    found["conversion"] = error_of(lambda: TorchDistCheckpoint(save))
     for name, (path, changed) in {
         "another base": (other, flags), "another rank": (checkpoint, {**flags, "lora_rank": 5}), "no adapters":
         (checkpoint, {"save": save}), "unknown targets": (checkpoint, {**flags, "lora_target_modules": ["q_porj"]}),
     }.items():  # fmt: skip
-        try:
-            new_trainer(path, load=save, **changed)
-        except ValueError as error:
-            found[name] = str(error)
+        found[name] = error_of(lambda path=path, changed=changed: new_trainer(path, load=save, **changed))
     return found
 
 
@@ -141,17 +133,14 @@ def push_adapters(checkpoint: str, directories: list[str], engine: dict[str, Any
     from types import SimpleNamespace
 
     from slime.backends.megatron_utils.lora.peft import load_adapter
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import create_updater
-    from tests.support.megatron_model import model_args, switch_layout
+    from tests.support.megatron_model import model_args
 
     flags = ("--lora-rank", RANK, "--lora-alpha", ALPHA, "--lora-sync", "adapter")
     args = model_args(checkpoint, *flags)
     switch_layout(args)
-    model = get_model(args, wrap_with_ddp=False)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint, ddp=False)
     updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=True)
     updater.connect([EngineInfo(**engine)])
     versions, sent = [], []
@@ -165,7 +154,7 @@ def push_adapters(checkpoint: str, directories: list[str], engine: dict[str, Any
 
 def all_families(checkpoints: dict[str, str], layouts: dict[str, tuple[Any, ...]], scratch: str) -> dict[str, Any]:
     """Return by layout and family how far adapters are from what their merged weights compute (see ``_compare``)."""
-    from tests.support.megatron_model import model_args, switch_layout
+    from tests.support.megatron_model import model_args
     from tests.support.model_families import families_of
 
     results = {}
@@ -183,15 +172,13 @@ def _compare(checkpoint: str, flags: tuple[Any, ...], merged: str) -> dict[str, 
     Returns the names of the adapters, the largest difference of the logits, and that of the gradients from
     ``dB = s G A'`` and ``dA = s B' G``, over the norm of all.
     """
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import export_hf, load_hf
+    from slime.backends.megatron_utils.weights import export_hf
     from tests.support.megatron_model import hf_gradients, model_args, run_pack
 
     lora = ("--lora-rank", RANK, "--lora-alpha", ALPHA, "--moe-router-bias-update-rate", 0)
     args = model_args(checkpoint, *flags, *lora)
     args.use_distributed_optimizer = False  # so that every rank has all gradients
-    model = get_model(args)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint)
     adapters = _randomize(model, args)
     forward = run_pack(model, args)
     export_hf(model, args, merged)
@@ -201,8 +188,7 @@ def _compare(checkpoint: str, flags: tuple[Any, ...], merged: str) -> dict[str, 
     seen = _all_adapters(model, args)
 
     args.lora_rank = 0
-    whole = get_model(args)
-    load_hf(whole, merged, args)
+    whole = loaded_model(args, merged)
     expected = run_pack(whole, args)
     weights = dict(hf_gradients(whole, args))
     errors = {}

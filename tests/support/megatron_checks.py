@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from tests.support.dense_attention import zigzag
-from tests.support.megatron_model import hf_gradients, model_args, run_pack, switch_layout
+from tests.support.megatron_model import hf_gradients, model_args, run_pack
 from tests.support.megatron_references import MODELS, WITH_EXPERTS
+from tests.support.ranks import error_of, loaded_model, switch_layout
 
 PP2 = ("--pipeline-model-parallel-size", 2)
 TP2 = ("--tensor-model-parallel-size", 2)
@@ -78,16 +79,14 @@ def all_layouts(checkpoints: dict[str, str], scratch: str, layouts: dict[str, tu
 
 def logits_and_weights(checkpoint: str, layout: str, flags: tuple[Any, ...], export_dir: Path) -> dict[str, Any]:
     """Return this rank's logits and the Hugging Face weights it sees; under TP2 and PP2 also export the model."""
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
+    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights
 
     config = json.loads((Path(checkpoint) / "config.json").read_text())
     layers = config.get("text_config", config)["num_hidden_layers"]
     uneven = ("--decoder-first-pipeline-num-layers", 1) if "pp2" in layout and layers % 2 else ()
     args = model_args(checkpoint, *flags, *uneven)
     args.use_distributed_optimizer = False  # so that every rank has all gradients
-    model = get_model(args)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint)
     if layout in ("tp2", "pp2", "ep2"):
         export_hf(model, args, export_dir)  # one shard, to be replaced whole by the second export
         export_hf(model, args, export_dir, max_shard_bytes=60_000)
@@ -154,11 +153,7 @@ def attention_under_cp() -> dict[str, torch.Tensor]:
 
 
 def _message(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as e:
-        return f"{type(e).__name__}: {e}"
-    return "nothing was raised"
+    return error_of(action, (ValueError, RuntimeError))
 
 
 def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:

@@ -33,19 +33,6 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
     return args
 
 
-def switch_layout(args: Namespace) -> None:
-    """Initialize Megatron for the parallel sizes of ``args``, taking down an earlier layout of this process."""
-    from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.initialize import initialize_megatron
-
-    import_megatron()
-    from megatron.core import parallel_state as mpu
-
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
-    initialize_megatron(args)
-
-
 def sequences(vocab_size: int) -> list[torch.Tensor]:
     """Return made-up token sequences of LENGTHS, the same in every process."""
     generator = torch.Generator().manual_seed(7)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.support.megatron_model import switch_layout
+from tests.support.ranks import switch_layout
 from tests.support.trainer import trainer_args
 
 
@@ -24,6 +24,9 @@ def case_args(checkpoint: str | Path, ranks: int, **values: Any) -> Namespace:
 
 def allow_latent_attention() -> None:
     """Let megatron's latent attention do without TransformerEngine, whose classes it otherwise compares with."""
+    from slime.backends.megatron_utils import import_megatron
+
+    import_megatron()
     from megatron.core.transformer import multi_latent_attention
 
     multi_latent_attention.HAVE_TE = False
@@ -31,11 +34,9 @@ def allow_latent_attention() -> None:
 
 def static_bytes(checkpoint: str, ranks: int, cases: list[dict[str, Any]]) -> list[dict[str, int]]:
     """Build model and optimizer of every case; return this rank's stage, parameters and bytes."""
-    from slime.backends.megatron_utils import import_megatron
     from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.state.optimizer import build_optimizer
 
-    import_megatron()
     allow_latent_attention()
     from megatron.core import parallel_state as mpu
 
@@ -79,9 +80,6 @@ def _optimizer_bytes(model: list[torch.nn.Module], optimizer: Any) -> int:
 
 def kept_bytes(checkpoint: str, ranks: int, cases: list[dict[str, Any]], *, tokens: int, sequence: int) -> list[float]:
     """Return for every case what one layer keeps for backward, in bytes per token: the second layer's share."""
-    from slime.backends.megatron_utils import import_megatron
-
-    import_megatron()
     allow_latent_attention()
     found = []
     for case in cases:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.support.megatron_checks import logits_and_weights
-from tests.support.megatron_model import model_args, output_gradient, sequences, switch_layout
+from tests.support.megatron_model import model_args, output_gradient, sequences
 from tests.support.megatron_references import Reference
+from tests.support.ranks import switch_layout
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -12,6 +12,7 @@ import torch
 from tests.support import float64
 from tests.support.model_families import LAYOUTS
 from tests.support.mtp import MIMO, Names, losses
+from tests.support.ranks import arrays, error_of, loaded_model, new_trainer, switch_layout
 from tests.support.trainer import make_train_data
 
 ON: dict[str, Any] = {"mtp_num_layers": 2, "enable_mtp_training": True, "mtp_loss_scaling_factor": 0.3}
@@ -27,16 +28,16 @@ def one_process(
     under a name that transformers knows.
     """
     float64.enable()
-    from tests.support.trainer_ranks import gradients, hf_weights, new_trainer, train_once
+    from tests.support.trainer_ranks import gradients, hf_weights, train_once
 
     listed = [{"args": {"load": checkpoint, "lr": 0.0, **args}, "data": {"seed": 3}} for args in scenarios.values()]
     found: dict[str, Any] = dict(zip(scenarios, gradients(checkpoint, listed), strict=True))
     for mode, flags in MODES.items():
         trainer, _ = new_trainer(checkpoint, load=checkpoint, **steps, **flags)
         reports = [train_once(trainer, i, make_train_data(seed=i)) for i in range(2)]
-        found[mode] = {"reports": reports, "weights": _arrays(hf_weights(trainer.model, trainer.args))}
+        found[mode] = {"reports": reports, "weights": arrays(hf_weights(trainer.model, trainer.args))}
     for name in scenarios:
-        found[name]["gradients"] = _arrays(found[name]["gradients"])
+        found[name]["gradients"] = arrays(found[name]["gradients"])
     found["refused"] = _refused(checkpoint)
     found["plain"] = {per_token: _plain(plain, per_token=per_token) for per_token in (False, True)}
     return found
@@ -45,34 +46,22 @@ def one_process(
 def _plain(checkpoint: str, *, per_token: bool) -> tuple[list[float], dict[str, Any]]:
     totals, parameters = losses(checkpoint, "qwen2", MIMO, 2, make_train_data(seed=3), per_token=per_token)
     sum(totals).backward()  # type: ignore[union-attr]
-    return [float(total.detach()) for total in totals], _arrays({n: p.grad for n, p in parameters.items()})
-
-
-def _arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the tensors in a form in which float64 can be sent while float32 means it."""
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
+    return [float(total.detach()) for total in totals], arrays({n: p.grad for n, p in parameters.items()})
 
 
 def _refused(checkpoint: str) -> dict[str, str]:
     """Return what is said of wrong numbers of layers, and of a model that has none."""
     from slime.backends.megatron_utils.model.provider import get_model
-    from tests.support.trainer_ranks import new_trainer
 
-    said = {}
-    for count in (1, 3):
-        try:
-            new_trainer(checkpoint, load=checkpoint, mtp_num_layers=count)
-        except ValueError as error:
-            said[f"{count} layers"] = str(error)
+    said = {
+        f"{count} layers": error_of(lambda n=count: new_trainer(checkpoint, load=checkpoint, mtp_num_layers=n))
+        for count in (1, 3)
+    }
     trainer, _ = new_trainer(checkpoint)
     provider = f"{__name__}.plain_provider"
     args = Namespace(**{**vars(trainer.args), "mtp_num_layers": 2, "custom_model_provider_path": provider})
     plain_provider.args = trainer.args  # type: ignore[attr-defined]
-    try:
-        get_model(args)
-    except ValueError as error:
-        said["no module"] = str(error)
-    return said
+    return {**said, "no module": error_of(lambda: get_model(args))}
 
 
 def plain_provider(pre_process: bool, post_process: bool) -> torch.nn.Module:
@@ -85,7 +74,7 @@ def plain_provider(pre_process: bool, post_process: bool) -> torch.nn.Module:
 
 def families(checkpoints: dict[str, str], scratch: str, layouts: list[str], dense: tuple[str, ...]) -> dict[str, Any]:
     """Return per layout and family the weights after a round trip, and losses and gradients of the layers in fp32."""
-    from tests.support.megatron_model import model_args, switch_layout
+    from tests.support.megatron_model import model_args
 
     found = {}
     for layout in layouts:
@@ -102,18 +91,16 @@ def _family(checkpoint: str, flags: tuple[Any, ...], export_to: Path) -> dict[st
     from megatron.core.utils import get_model_config
 
     from slime.backends.megatron_utils.model.mtp_model import borrow_embedding
-    from slime.backends.megatron_utils.model.provider import get_model
     from slime.backends.megatron_utils.state.parallel import data_parallel
     from slime.backends.megatron_utils.train.logprob_passes import run_schedule
     from slime.backends.megatron_utils.train.loss import loss_function
-    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights, load_hf
+    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights
     from tests.support.megatron_model import hf_gradients, model_args
 
     args = model_args(checkpoint, *flags, "--mtp-num-layers", 1, "--enable-mtp-training")
     args.use_distributed_optimizer = False  # so that every rank has all gradients
     args.loss_type, args.data_pad_size_multiplier = "sft_loss", 8
-    model = get_model(args)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint)
     export_hf(model, args, export_to)
     weights = [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)]
     own = [(name, tuple(tensor.shape)) for name, tensor in iter_hf_weights(model, args)]

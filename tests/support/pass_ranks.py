@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.ranks import error_of, new_trainer
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import make_trainer, parameters, train_once
+from tests.support.trainer_ranks import parameters, train_once
 
 HERE = "tests.support.pass_ranks."
 TOP_P_LAYOUTS: dict[str, dict[str, Any]] = {
@@ -87,13 +88,9 @@ def _with_top_p(checkpoint: str, layout: dict[str, Any]) -> dict[str, Any]:
         "adam_eps": 1e-3,  # Adam divides by the gradient's size: rounding of tiny ones would be as large as a step
         "rollout_data_postprocess_path": HERE + "note_columns",
     }  # fmt: skip
-    trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **layout)
+    trainer, _ = new_trainer(checkpoint, with_ref=True, load=checkpoint, **settings, **layout)
     found = {"report": train_once(trainer, 0, top_p_data()), **SEEN["columns"]}
-    try:
-        train_once(trainer, 1, make_train_data(seed=5))
-    except ValueError as error:
-        found["without"] = str(error)
-    return found
+    return {**found, "without": error_of(lambda: train_once(trainer, 1, make_train_data(seed=5)))}
 
 
 def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[str, Any]:
@@ -105,7 +102,7 @@ def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[s
         "opd_teacher_load": teacher, "rollout_data_postprocess_path": HERE + "note_columns",
         "custom_megatron_before_train_step_hook_path": HERE + "note_parameters",
     }  # fmt: skip
-    trainer, _ = make_trainer(checkpoint, with_ref=True, load=checkpoint, **settings)
+    trainer, _ = new_trainer(checkpoint, with_ref=True, load=checkpoint, **settings)
     found: dict[str, Any] = {"rollouts": []}
     trainer.weights_synced(synchronous_loop=False)
     for rollout_id in range(3):
@@ -124,7 +121,7 @@ def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[s
     found["tensors"] = len(before)
 
     restart = {**settings, "opd_teacher_load": f"{folder}/save", "opd_teacher_ckpt_step": 0}
-    trainer, found["start"] = make_trainer(checkpoint, with_ref=True, load=f"{folder}/save", ckpt_step=1, **restart)
+    trainer, found["start"] = new_trainer(checkpoint, with_ref=True, load=f"{folder}/save", ckpt_step=1, **restart)
     trainer.weights_synced(synchronous_loop=False)
     found["resumed"] = {**train_once(trainer, 2, make_train_data(seed=2)), **SEEN["columns"]}
     return found
@@ -132,7 +129,7 @@ def _roles(checkpoint: str, folder: str, reference: str, teacher: str) -> dict[s
 
 def _refused(checkpoint: str, **settings: Any) -> str:
     try:
-        make_trainer(checkpoint, load=checkpoint, use_opd=True, opd_type="megatron", opd_kl_coef=1.0, **settings)
+        new_trainer(checkpoint, load=checkpoint, use_opd=True, opd_type="megatron", opd_kl_coef=1.0, **settings)
     except Exception as error:  # noqa: BLE001 -- the test says which it must be
         return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     return "accepted"
@@ -168,7 +165,7 @@ def _skips(checkpoint: str, scenarios: dict[str, dict[str, Any]]) -> dict[str, d
 def _trained(checkpoint: str, rollouts: int = 1, **settings: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     try:
-        trainer, _ = make_trainer(checkpoint, load=checkpoint, **settings)
+        trainer, _ = new_trainer(checkpoint, load=checkpoint, **settings)
         for rollout_id in range(rollouts):
             report = train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
             trainer.weights_synced(synchronous_loop=False)

@@ -8,8 +8,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from slime.backends.megatron_utils.state.offload import torch_optimizers
+from tests.support.ranks import error_of, new_trainer
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import make_trainer, parameters, train_once
+from tests.support.trainer_ranks import parameters, train_once
 
 RATES: dict[str, dict[str, Any]] = {
     "own": {},
@@ -26,25 +27,23 @@ def _reference(trainer: Any) -> dict[str, torch.Tensor]:
 
 def resume_options(checkpoint: str, save: str) -> dict[str, Any]:
     """Train two rollouts, saving each without random states, and resume with and without a refreshed reference."""
-    trainer, _ = make_trainer(checkpoint, save=save, no_save_rng=True)
+    trainer, _ = new_trainer(checkpoint, save=save, no_save_rng=True)
     found: dict[str, Any] = {"initial": parameters(trainer)}
     for rollout_id in range(2):
         train_once(trainer, rollout_id, make_train_data(seed=rollout_id))
         trainer.save(rollout_id)
         found[f"after {rollout_id}"] = parameters(trainer)
-    trainer, found["start"] = make_trainer(checkpoint, load=save)
+    trainer, found["start"] = new_trainer(checkpoint, load=save)
     found["resumed"] = parameters(trainer)
     for interval in (1, 2, 3):
-        trainer, _ = make_trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=interval)
+        trainer, _ = new_trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=interval)
         found[f"actor, interval {interval}"] = parameters(trainer)
         found[f"reference, interval {interval}"] = _reference(trainer)
-    trainer, _ = make_trainer(
-        checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=1, ckpt_step=0
-    )
+    trainer, _ = new_trainer(checkpoint, with_ref=True, load=save, use_kl_loss=True, ref_update_interval=1, ckpt_step=0)
     found["reference of step 0"] = _reference(trainer)
     found["rates"] = {}
     for name, flags in RATES.items():
-        trainer, _ = make_trainer(checkpoint, load=save, **flags)
+        trainer, _ = new_trainer(checkpoint, load=save, **flags)
         groups = [group for inner in torch_optimizers(trainer.optimizer) for group in inner.param_groups]
         found["rates"][name] = sorted({(group["max_lr"], group["lr"]) for group in groups})
     found["one layer"] = _one_layer_trained(checkpoint, save + "-of-one-layer")
@@ -53,19 +52,16 @@ def resume_options(checkpoint: str, save: str) -> dict[str, Any]:
 
 def _one_layer_trained(checkpoint: str, save: str) -> dict[str, Any]:
     flags = {"only_train_params_name_list": [r"layers\.1\."], "no_save_rng": True}
-    trainer, _ = make_trainer(checkpoint, save=save, **flags)
+    trainer, _ = new_trainer(checkpoint, save=save, **flags)
     found: dict[str, Any] = {"initial": parameters(trainer)}
     train_once(trainer, 0, make_train_data(seed=0))
     trainer.save(0)
     train_once(trainer, 1, make_train_data(seed=1))
     found["went on"] = parameters(trainer)
-    resumed, found["start"] = make_trainer(checkpoint, load=save, **flags)
+    resumed, found["start"] = new_trainer(checkpoint, load=save, **flags)
     train_once(resumed, 1, make_train_data(seed=1))
     found["resumed"] = parameters(resumed)
     for name, other in {"all": {}, "the other": {"only_train_params_name_list": [r"layers\.0\."]}}.items():
-        try:
-            make_trainer(checkpoint, load=save, no_save_rng=True, **other)
-            found[name] = "nothing was raised"
-        except (ValueError, CheckpointException) as e:
-            found[name] = f"{type(e).__name__}: {e}"
+        flags = {"load": save, "no_save_rng": True, **other}
+        found[name] = error_of(lambda flags=flags: new_trainer(checkpoint, **flags), (ValueError, CheckpointException))
     return found

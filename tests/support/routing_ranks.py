@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.ranks import new_trainer
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import hf_gradients, new_trainer, train_once
+from tests.support.trainer_ranks import hf_gradients, train_once
 
 PASS, FORWARD, RECOMPUTED = "log-prob pass", "training forward", "recomputation"
 

@@ -46,10 +46,10 @@ def record(folder: str) -> dict[str, list[str]]:
     from slime.ray.manager import rollout_manager
     from slime.rollout import data_source, sglang_rollout
     from slime.servers import http_utils
+    from tests.support.ranks import new_trainer
     from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
     from tests.support.standin import StandInCluster
     from tests.support.trainer import tiny_checkpoint
-    from tests.support.trainer_ranks import new_trainer
 
     trainer, _ = new_trainer(tiny_checkpoint(Path(folder) / "model", seed=0), advantage_estimator="grpo")
     for module in (sglang_rollout, data_source):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tests.support.ranks import switch_layout
 from tests.support.trainer import make_shards, make_train_data, trainer_args
 
 FLAGS = {"kl_coef": 0.3, "kl_loss_type": "k1", "gamma": 0.9, "lambd": 0.8}
@@ -39,20 +40,12 @@ def _turns(rng: random.Random, length: int) -> list[int]:
 
 def estimates(checkpoint: str, layouts: list[dict[str, Any]], seeds: list[int]) -> list[dict[Any, Any]]:
     """Per layout: (seed, estimator, column, sample index) -> whole response, on the ranks of the last stage."""
-    from slime.backends.megatron_utils import import_megatron
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    from slime.backends.megatron_utils.initialize import initialize_megatron
     from slime.backends.megatron_utils.train.trainer import MegatronTrainer
 
     found = []
     for layout in layouts:
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
         args = trainer_args(checkpoint, **FLAGS, **layout)
-        initialize_megatron(args)
+        switch_layout(args)
         config = MegatronTrainer(args)._describe_parallelism()
         found.append({key: v for seed in seeds for key, v in _of_seed(args, config, seed).items()})
     return found

@@ -11,6 +11,14 @@ from typing import Any
 
 import numpy as np
 
+PLAIN_SGD = {
+    "optimizer": "sgd",
+    "sgd_momentum": 0.0,
+    "use_distributed_optimizer": False,  # it takes Adam only, and leaves each rank a part of the gradients
+    "weight_decay": 0.0,
+    "clip_grad": 1e9,
+}
+
 
 def trainer_args(checkpoint: str | Path, **overrides: Any) -> argparse.Namespace:
     """Return parsed arguments for training the tiny model in ``checkpoint`` in fp32, eight samples a step.

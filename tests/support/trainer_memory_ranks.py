@@ -7,15 +7,9 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils.train.train_metrics import log_memory
+from tests.support.ranks import new_trainer, same_tensors
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import (
-    hf_weights,
-    new_trainer,
-    optimizer_tensors,
-    parameters,
-    resume_scenario,
-    train_once,
-)
+from tests.support.trainer_ranks import hf_weights, optimizer_tensors, parameters, resume_scenario, train_once
 
 STATELESS = {"use_stateless_adam": True, "no_save_optim": True, "adam_eps": 1e-3, "lr_decay_style": "cosine"}
 
@@ -76,11 +70,11 @@ def bf16_sleep(checkpoint: str) -> dict[str, Any]:
             "on the host": trainer._offloader.host_bytes,
         }
         with trainer.weights_present():
-            report["export"] = _same(hf_weights(trainer.model, trainer.args), before["export"])
+            report["export"] = same_tensors(hf_weights(trainer.model, trainer.args), before["export"])
         report["asleep again"] = sum(p.untyped_storage().nbytes() for p in weights)
         trainer.onload()
-        report["parameters"] = _same(parameters(trainer), before["parameters"])
-        report["optimizer"] = _same(optimizer_tensors(trainer), before["optimizer"])
+        report["parameters"] = same_tensors(parameters(trainer), before["parameters"])
+        report["optimizer"] = same_tensors(optimizer_tensors(trainer), before["optimizer"])
         report["dtype"] = weights[0].dtype
         train_once(trainer, 1, make_train_data(seed=1))
         report["trained"] = parameters(trainer)
@@ -92,9 +86,5 @@ def bf16_sleep(checkpoint: str) -> dict[str, Any]:
     before_sleep = parameters(trainer)
     trainer.offload()
     trainer.onload()
-    found["others are kept"] = _same(parameters(trainer), before_sleep)
+    found["others are kept"] = same_tensors(parameters(trainer), before_sleep)
     return found
-
-
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

@@ -5,42 +5,14 @@ A scenario is {"args": overrides of ``trainer_args``, "data": arguments of ``mak
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.trainer import make_shards, make_train_data, trainer_args
-
-
-def new_trainer(checkpoint: str | Path, *, with_ref: bool = False, **overrides: Any) -> Any:
-    """Return (trainer, first rollout id) on this rank, after taking down the layout of an earlier one."""
-    from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.train.trainer import MegatronTrainer
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    trainer = MegatronTrainer(trainer_args(checkpoint, **overrides), with_ref=with_ref)
-    return trainer, trainer.initialize()
-
-
-def make_trainer(checkpoint: str, *, with_ref: bool = False, **settings: Any) -> tuple[Any, int]:
-    """Return (trainer, first rollout id) with any attributes, after taking down the layout of an earlier one."""
-    from slime.backends.megatron_utils import import_megatron
-    from slime.backends.megatron_utils.train.trainer import MegatronTrainer
-
-    import_megatron()
-    from megatron.core import parallel_state
-
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-    args = trainer_args(checkpoint)
-    vars(args).update(settings)
-    trainer = MegatronTrainer(args, with_ref=with_ref)
-    return trainer, trainer.initialize()
+from tests.support.ranks import error_of, new_trainer, same_tensors
+from tests.support.trainer import PLAIN_SGD, make_shards, make_train_data
 
 
 def train_once(trainer: Any, rollout_id: int, data: dict[str, Any]) -> dict[str, Any]:
@@ -128,16 +100,8 @@ def gradients(checkpoint: str, scenarios: list[dict[str, Any]]) -> list[dict[str
     """
     results = []
     for scenario in scenarios:
-        overrides = {
-            "optimizer": "sgd",
-            "sgd_momentum": 0.0,
-            "use_distributed_optimizer": False,  # it takes Adam only, and leaves each rank a part of the gradients
-            "weight_decay": 0.0,
-            "clip_grad": 1e9,
-            **scenario["args"],
-        }
-        model = scenario.get("checkpoint", checkpoint)
-        trainer, _ = new_trainer(model, with_ref=scenario.get("with_ref", False), **overrides)
+        model, flags = scenario.get("checkpoint", checkpoint), {**PLAIN_SGD, **scenario["args"]}
+        trainer, _ = new_trainer(model, with_ref=scenario.get("with_ref", False), **flags)
         report = train_once(trainer, 0, make_train_data(**scenario.get("data", {})))
         assert not graphs_kept(trainer.model)
         results.append({**report, "gradients": hf_gradients(trainer.model, trainer.args)})
@@ -196,32 +160,24 @@ def state_scenarios(checkpoint: str, folder: str, killed: str) -> dict[str, Any]
     trainer.finish_saving()
     found["uninterrupted"] = parameters(trainer)
     trainer, found["start after a background save"] = new_trainer(checkpoint, load=save)
-    found["background save is of its moment"] = _same(parameters(trainer), at_save)
+    found["background save is of its moment"] = same_tensors(parameters(trainer), at_save)
     train_once(trainer, 1, make_train_data(seed=1))
     found["resumed"] = parameters(trainer)
 
     trainer, found["start with finetune"] = new_trainer(checkpoint, load=save, finetune=True)
-    found["finetune takes the weights"] = _same(parameters(trainer), at_save)
+    found["finetune takes the weights"] = same_tensors(parameters(trainer), at_save)
     trainer, found["start from the export"] = new_trainer(checkpoint, load=f"{folder}/hf_0")
-    found["export has the weights"] = _same(parameters(trainer), at_save)
+    found["export has the weights"] = same_tensors(parameters(trainer), at_save)
 
     weights_only = f"{folder}/weights"
     trainer, _ = new_trainer(checkpoint, save=weights_only, no_save_optim=True)
     train_once(trainer, 0, make_train_data(seed=0))
     trainer.save(0)
     trainer, found["start without optimizer"] = new_trainer(checkpoint, load=weights_only, no_load_optim=True)
-    found["weights without optimizer"] = _same(parameters(trainer), at_save)
-    try:
-        new_trainer(checkpoint, load=weights_only)
-    except ValueError as error:
-        found["refusal without optimizer"] = str(error)
-
+    found["weights without optimizer"] = same_tensors(parameters(trainer), at_save)
+    found["refusal without optimizer"] = error_of(lambda: new_trainer(checkpoint, load=weights_only))
     found.update(_sleeping(checkpoint))
     return found
-
-
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def optimizer_tensors(trainer: Any) -> dict[str, torch.Tensor]:
@@ -254,18 +210,18 @@ def _sleeping(checkpoint: str) -> dict[str, Any]:
             found["bytes of parameters asleep"] = sum(p.untyped_storage().nbytes() for p in tensors)
             found["bytes of gradients asleep"] = sum(p.main_grad.untyped_storage().nbytes() for p in tensors)
             with trainer.weights_present():
-                found["weights can be exported asleep"] = _same(hf_weights(trainer.model, trainer.args), exported)
+                found["weights can be exported asleep"] = same_tensors(
+                    hf_weights(trainer.model, trainer.args), exported
+                )
             found["bytes of parameters after the export"] = sum(p.untyped_storage().nbytes() for p in tensors)
-            try:
-                train_once(trainer, 1, make_train_data(seed=1))
-            except RuntimeError as error:
-                found["refusal to train asleep"] = str(error)
+            train = partial(train_once, trainer, 1, make_train_data(seed=1))
+            found["refusal to train asleep"] = error_of(train, RuntimeError)
             trainer.onload()
-            found["parameters are back"] = _same(parameters(trainer), before)
-            found["optimizer state is back"] = _same(optimizer_tensors(trainer), moments)
+            found["parameters are back"] = same_tensors(parameters(trainer), before)
+            found["optimizer state is back"] = same_tensors(optimizer_tensors(trainer), moments)
         train_once(trainer, 1, make_train_data(seed=1))
         final.append(parameters(trainer))
-    found["sleep changes nothing"] = _same(*final)
+    found["sleep changes nothing"] = same_tensors(*final)
     return found
 
 
@@ -342,7 +298,11 @@ def _non_finite(checkpoint: str, **overrides: Any) -> dict[str, Any]:
         result: Any = train_once(trainer, 4, make_train_data(seed=0))["steps"]
     except RuntimeError as error:
         result = f"{type(error).__name__}: {error}"
-    return {"result": result, "unchanged": _same(parameters(trainer), before), "scheduler": trainer.scheduler.num_steps}
+    return {
+        "result": result,
+        "unchanged": same_tensors(parameters(trainer), before),
+        "scheduler": trainer.scheduler.num_steps,
+    }
 
 
 def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
@@ -408,10 +368,8 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     limits = {"mismatch_alarm_threshold": 0.0, "mismatch_stop_threshold": 1e-3}
     trainer, _ = new_trainer(checkpoint, **limits)
     before = parameters(trainer)
-    try:
-        train_once(trainer, 0, data)
-    except RuntimeError as error:
-        found["mismatch"] = f"{type(error).__name__}: {error}", _same(parameters(trainer), before)
+    message = error_of(lambda: train_once(trainer, 0, data), RuntimeError)
+    found["mismatch"] = message, same_tensors(parameters(trainer), before)
 
     found["not finite"] = _non_finite(checkpoint)
     found["not finite, skipped"] = _non_finite(checkpoint, check_for_nan_in_loss_and_grad=False)
@@ -420,8 +378,7 @@ def behaviour_scenarios(checkpoint: str, folder: str) -> dict[str, Any]:
     shard = make_shards(trainer.args, data, trainer.parallel_config)[trainer.parallel_config["dp_rank"]]
     tokens = shard.batch.ragged["tokens"]
     tokens.values[tokens.offsets[1] + 1] = 10**6
-    try:
-        trainer.train(0, shard)
-    except ValueError as error:
-        found["vocabulary"] = (int(shard.batch.numbers["sample_indices"][1]), str(error))
+    found["vocabulary"] = (
+        int(shard.batch.numbers["sample_indices"][1]), error_of(lambda: trainer.train(0, shard)),
+    )  # fmt: skip
     return found

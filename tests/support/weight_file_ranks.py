@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.support.megatron_model import model_args, switch_layout
+from tests.support.megatron_model import model_args
+from tests.support.ranks import error_of, loaded_model, switch_layout
 
 HOOK = "tests.support.weight_file_ranks.note_hook"
 CALLS: list[tuple[int, str, list[str], bool]] = []
@@ -27,8 +28,6 @@ def fail_on_rank_1(args: Any, version_dir: str, rollout_engines: list[Any]) -> N
 
 def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
     """Write two versions of the weights of ``checkpoint``, and a third whose hook fails on one rank."""
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import WeightSyncError
     from slime.weight_sync.disk import publish
@@ -38,20 +37,14 @@ def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
     args.update_weight_local_checkpoint_dir = "/local"  # not used here: it asks for checksums
     args.custom_update_weight_post_write_path = HOOK
     switch_layout(args)
-    model = get_model(args, wrap_with_ddp=False)
-    load_hf(model, checkpoint, args)
-    source = SimpleNamespace(model=model, args=args)
+    source = SimpleNamespace(model=loaded_model(args, checkpoint, ddp=False), args=args)
     engines = [EngineInfo("http://engine:1")]
     for version in (1, 2):
         found = str(publish(args, source, version, engines))
     listed = sorted(os.listdir(folder))
     args.custom_update_weight_post_write_path = "tests.support.weight_file_ranks.fail_on_rank_1"
     args.update_weight_disk_keep_files = True
-    reported = ""
-    try:
-        publish(args, source, 3, engines)
-    except WeightSyncError as e:
-        reported = str(e)
+    reported = error_of(lambda: publish(args, source, 3, engines), WeightSyncError)
     args.custom_update_weight_post_write_path = None
     densities = publish_changes(source, f"{folder}-delta", engines)
     return {

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from tests.support.megatron_model import model_args, switch_layout
+from tests.support.megatron_model import model_args
+from tests.support.ranks import loaded_model, switch_layout
 
 
 def push(
@@ -29,8 +30,7 @@ def push(
     ``stored_as``: the checkpoint of the engines, where it is quantized. Returns the versions and bytes of both pushes.
     ``export_to`` receives the HF export of the first push's weights.
     """
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import export_hf, load_hf
+    from slime.backends.megatron_utils.weights import export_hf
     from slime.servers.types import EngineInfo
     from slime.weight_sync import create_updater
     from slime.weight_sync.quantized import quantizer_of
@@ -38,8 +38,7 @@ def push(
     args = model_args(stored_as or checkpoint, *flags)
     args.colocate, args.weight_sync_timeout = colocate, 120.0
     switch_layout(args)
-    model = get_model(args, wrap_with_ddp=False)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint, ddp=False)
     updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=synchronous_loop)
     updater.connect([EngineInfo(**engine) for engine in engines])
     versions, sent = [updater.update()], [updater.bytes_sent]
@@ -65,8 +64,6 @@ def push_without_a_victim(
 
     Returns the message of the failed push and the versions of the others.
     """
-    from slime.backends.megatron_utils.model.provider import get_model
-    from slime.backends.megatron_utils.weights import load_hf
     from slime.servers.types import EngineInfo
     from slime.utils.process_supervisor import descendants
     from slime.weight_sync import WeightSyncError, create_updater, process_group
@@ -74,8 +71,7 @@ def push_without_a_victim(
     args = model_args(checkpoint, *flags)
     args.colocate, args.weight_sync_timeout = False, timeout
     switch_layout(args)
-    model = get_model(args, wrap_with_ddp=False)
-    load_hf(model, checkpoint, args)
+    model = loaded_model(args, checkpoint, ddp=False)
     updater = create_updater(args, SimpleNamespace(model=model, args=args), synchronous_loop=True)
     infos = [EngineInfo(**engine) for engine in engines]
     updater.connect(infos)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from tests.support.ranks import error_of, new_trainer, same_tensors
 from tests.support.trainer import make_train_data
-from tests.support.trainer_ranks import hf_weights, make_trainer, new_trainer, parameters, train_once
+from tests.support.trainer_ranks import hf_weights, parameters, train_once
 
 CANARY = [7, 3, 200, 3, 11, 90, 91, 92, 93, 250, 1]
 
@@ -22,11 +24,13 @@ def compare(checkpoint: str, folder: str, layouts: list[dict[str, Any]]) -> list
         trainer.save(0, force_sync=True)
         expected = trainer.canary(CANARY), hf_weights(trainer.model, trainer.args)
         flags = {"num_rollout": 0, "use_kl_loss": True, "keep_old_actor": True}
-        alone, start = make_trainer(checkpoint, load=save, **flags, **layout)
+        alone, start = new_trainer(checkpoint, load=save, **flags, **layout)
         seen = _of(alone, expected)
-        seen["start"], seen["refusal"] = start, _message(lambda a=alone: train_once(a, 1, make_train_data(seed=1)))
-        seen["goes on"] = _message(lambda s=save, flags=layout: new_trainer(checkpoint, load=s, **flags))
-        fresh, _ = make_trainer(checkpoint, load=None, num_rollout=0, **layout)
+        kinds = (RuntimeError, ValueError)
+        seen["start"], train = start, partial(train_once, alone, 1, make_train_data(seed=1))
+        seen["refusal"] = error_of(train, kinds)
+        seen["goes on"] = error_of(partial(new_trainer, checkpoint, load=save, **layout), kinds)
+        fresh, _ = new_trainer(checkpoint, load=None, num_rollout=0, **layout)
         last_stage = expected[0] is not None
         seen["fresh start"] = fresh.optimizer is None and (fresh.canary(CANARY) != expected[0]) == last_stage
         found.append(seen)
@@ -41,42 +45,30 @@ def _of(trainer: Any, expected: tuple[Any, dict[str, torch.Tensor]]) -> dict[str
         "gradient buffers": sum(hasattr(p, "main_grad") for p in tensors),
         "policies on the host": trainer._backup.tags,
         "log-probs": trainer.canary(CANARY) == expected[0],
-        "weights": _same(hf_weights(trainer.model, trainer.args), expected[1]),
+        "weights": same_tensors(hf_weights(trainer.model, trainer.args), expected[1]),
     }
     before = parameters(trainer)
     trainer.offload()
     seen["bytes asleep"] = sum(p.untyped_storage().nbytes() for p in tensors)
     with trainer.weights_present():
-        seen["weights asleep"] = _same(hf_weights(trainer.model, trainer.args), expected[1])
+        seen["weights asleep"] = same_tensors(hf_weights(trainer.model, trainer.args), expected[1])
     trainer.onload()
-    seen["awake"] = _same(parameters(trainer), before)
+    seen["awake"] = same_tensors(parameters(trainer), before)
     return seen
-
-
-def _same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def _message(call: Any) -> str:
-    try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        return str(error)
-    return "nothing"
 
 
 def others(checkpoint: str, folder: str) -> dict[str, Any]:
     """Adapters that are evaluated, and an actor whose critic alone is trained."""
     found: dict[str, Any] = {}
     lora = {"lora_rank": 4, "lora_alpha": 8, "lora_target_modules": ["all-linear"], "ref_load": checkpoint}
-    trainer, _ = make_trainer(checkpoint, save=f"{folder}/lora", no_save_optim=True, **lora)
+    trainer, _ = new_trainer(checkpoint, save=f"{folder}/lora", no_save_optim=True, **lora)
     train_once(trainer, 0, make_train_data(seed=0))
     trainer.save(0, force_sync=True)
     expected = trainer.canary(CANARY)
-    alone, found["start"] = make_trainer(checkpoint, load=f"{folder}/lora", num_rollout=0, **lora)
+    alone, found["start"] = new_trainer(checkpoint, load=f"{folder}/lora", num_rollout=0, **lora)
     found["adapters"] = alone.optimizer is None and alone.canary(CANARY) == expected
     ppo = {"advantage_estimator": "ppo", "use_critic": True}
     for steps, name in ((7, "some"), (8, "all")):
-        actor, _ = make_trainer(checkpoint, **ppo, num_critic_only_steps=steps)
+        actor, _ = new_trainer(checkpoint, **ppo, num_critic_only_steps=steps)
         found[f"critic alone in {name}"] = actor.optimizer is None
     return found
