@@ -24,8 +24,10 @@ os.environ.setdefault("WANDB_MODE", "offline")
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("slime", deadline=None)  # a busy machine is no failure
-hypothesis.settings.load_profile("slime")
+# A busy machine is no failure. The same examples every time, but in soak, which searches for others.
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("search" if "soak or gpu" in sys.argv else "same")
 pytest.register_assert_rewrite("tests.support")  # what they found is shown, as in a test
 
 # A shell starts background jobs (`make test &`, nohup, some CI runners) with Ctrl-C ignored, and children inherit that.

@@ -163,7 +163,7 @@ class TrajectoryManager:
             root = self._roots.setdefault(sid, MessageNode("", {}))
             turn = turn.compact()
             said = {"role": "assistant", "content": ""} if response_message is None else response_message
-            leaf = self._mount(sid, root, prompt_messages, turn.prompt_ids).add(said)
+            leaf = self._mount(sid, root, prompt_messages, turn).add(said)
             leaf.turn, leaf.turn_index = turn, self._turns.get(sid, 0)
             leaf.metadata.update(metadata or {})
             self._turns[sid] = leaf.turn_index + 1
@@ -242,16 +242,19 @@ class TrajectoryManager:
             )
 
     def _mount(
-        self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]], prompt: Sequence[int]
+        self, sid: str, root: MessageNode, messages: Sequence[Mapping[str, Any]], turn: TurnRecord
     ) -> MessageNode:
-        """Walk down the existing messages, add the others, return the last one's node."""
+        """Walk down the existing messages, add the others, return the last one's node.
+
+        A ``turn`` without output displaces no answer: it is in no sample for which tokens could be given up.
+        """
         node, held = root, 0
-        while held < len(messages) and (known := node.child_of(messages[held], prompt)) is not None:
+        while held < len(messages) and (known := node.child_of(messages[held], turn.prompt_ids)) is not None:
             node, held = known, held + 1
         rest = messages[held:]
-        answer = self._sole_answer(sid, node, rest[0]) if rest else None
+        answer = self._sole_answer(sid, node, rest[0]) if rest and len(turn.output_ids) else None
         if answer is not None and answer.turn is not None:
-            standing = answer.turn.standing_in(prompt)
+            standing = answer.turn.standing_in(turn.prompt_ids)
             if len(answer.turn.output_ids) - standing < self.fork_threshold_tokens and standing >= 0:
                 node, rest = node.displace(answer, rest[0], standing), rest[1:]
         for message in rest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from slime.agent.trajectory import TrajectoryManager
@@ -131,7 +131,15 @@ def check_own_tokens(history: Any) -> None:
             assert text.endswith(END) == own.endswith(END)
 
 
+CALL_THEN_NOTHING = [
+    Step("on", [], "", "", [{}], "", False, 0, cut=True),
+    Step("edit", [], "", "", [], "", False, 0, cut=True),
+]
+"""An agent edits an answer, and the engine adds nothing to that."""
+
+
 @settings(max_examples=60, deadline=None)
+@example(("chat", (False, False, False), 1024, CALL_THEN_NOTHING))
 @given(histories(edits=True))
 def test_random_agents_and_templates(history):
     check(history)

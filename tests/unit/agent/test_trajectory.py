@@ -438,7 +438,7 @@ class SlowManager:
             at = found
             left.pop(0)
         answers = [kid for kid in at["kids"] if kid["message"]["role"] == "assistant"]
-        if left and left[0]["role"] == "assistant" and len(answers) == 1:
+        if left and left[0]["role"] == "assistant" and len(answers) == 1 and list(record.output_ids):
             only = answers[0]
             if only["turn"] and not only["kids"] and not only["original"]:
                 before, made = list(only["turn"].prompt_ids), list(only["turn"].output_ids)

@@ -20,7 +20,7 @@ HEADS, GROUPS, D, HIDDEN = 8, 4, 3, 5
 DIMS = Dims(HEADS, GROUPS, D, vocab_size=10, padded_vocab_size=16)
 
 
-def _labelled(rows: list[tuple[str, int, int]]) -> torch.Tensor:
+def _labeled(rows: list[tuple[str, int, int]]) -> torch.Tensor:
     """Return ``[rows, HIDDEN]`` in which a row's numbers tell what it is, which head it belongs to, and its channel."""
     kinds = {"query": 0, "gate": 1, "key": 2, "value": 3}
     numbers = torch.tensor([1000 * kinds[kind] + 10 * head + channel for kind, head, channel in rows])
@@ -31,7 +31,7 @@ def _labelled(rows: list[tuple[str, int, int]]) -> torch.Tensor:
 def test_gates_lie_behind_the_queries_of_their_group(tp_size: int) -> None:
     q = [(kind, head, c) for head in range(HEADS) for kind in ("query", "gate") for c in range(D)]
     k, v = ([(kind, group, c) for group in range(GROUPS) for c in range(D)] for kind in ("key", "value"))
-    sources = [_labelled(rows) for rows in (q, k, v)]
+    sources = [_labeled(rows) for rows in (q, k, v)]
     wanted = []
     for group in range(GROUPS):
         own = range(group * HEADS // GROUPS, (group + 1) * HEADS // GROUPS)
@@ -39,7 +39,7 @@ def test_gates_lie_behind_the_queries_of_their_group(tp_size: int) -> None:
         wanted += [(kind, group, c) for kind in ("key", "value") for c in range(D)]
     layout = GatedQueryKeyValue()
     shards = [layout.shard(sources, rank, tp_size, DIMS) for rank in range(tp_size)]
-    assert torch.equal(torch.cat(shards), _labelled(wanted))
+    assert torch.equal(torch.cat(shards), _labeled(wanted))
     back = layout.unshard(shards, DIMS)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(back, sources, strict=True))
     assert layout.hf_shapes(tuple(shards[0].shape), tp_size, DIMS) == [tuple(s.shape) for s in sources]
