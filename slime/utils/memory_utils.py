@@ -1,4 +1,4 @@
-"""Memory of the current device and of the process: cached blocks, what is free, garbage collection."""
+"""Memory of the current device: cached blocks, and how much is free."""
 
 from __future__ import annotations
 
@@ -10,11 +10,6 @@ from slime.utils import accelerator
 
 logger = logging.getLogger(__name__)
 _GB = 2**30
-ALLOCATIONS = 20_000
-"""More objects than before, after which the youngest are collected (Python: 700)."""
-YOUNG = 2
-"""Collections of the youngest objects after which those that are a little older are collected (Python: 10)."""
-NEVER = 2**30
 
 
 def clear_memory(clear_host_memory: bool = False) -> None:
@@ -41,21 +36,3 @@ def print_memory(msg: str, clear_before_print: bool = False) -> dict[str, str | 
     found = available_memory()
     logger.info("memory %s: %s", msg, found)
     return found
-
-
-def gc_freeze() -> None:
-    """Exclude all objects of now from garbage collection (``gc.freeze``), and collect less often from now on.
-
-    For a process that has loaded its modules and data: to traverse them, which finds nothing, blocks its event loop
-    for tenths of a second as often as once per rollout. To traverse the tokens of a large rollout takes seconds: old
-    objects are collected by ``collect_between_rollouts`` only. Reference counting frees nearly everything else.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(ALLOCATIONS, YOUNG, NEVER)
-
-
-def collect_between_rollouts() -> None:
-    """Collect all garbage, in a process that called ``gc_freeze``."""
-    if gc.get_threshold()[2] == NEVER:
-        gc.collect()

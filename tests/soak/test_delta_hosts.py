@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slime.weight_sync import delta
+from slime.weight_sync import files
 from slime.weights import versions as version_files
 from slime.weights.delta.host_copy import pull
 from tests.support.delta_run import DeltaRun, content_of, run_until_line
@@ -74,14 +74,14 @@ def lose(run: DeltaRun, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise KeyboardInterrupt
         return encode(*given, **more)  # type: ignore[arg-type]
 
-    encode = delta.encode
-    monkeypatch.setattr(delta, "encode", compare_and_end)
+    encode = files.encode
+    monkeypatch.setattr(files, "encode", compare_and_end)
     try:
         run.files.push([], True)  # or it ends in time: a whole version compares nothing
     except KeyboardInterrupt:
         pass
     finally:
-        monkeypatch.setattr(delta, "encode", encode)
+        monkeypatch.setattr(files, "encode", encode)
 
 
 def kill_a_host(run: DeltaRun, part: float, chance: random.Random) -> None:

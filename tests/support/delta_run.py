@@ -18,8 +18,8 @@ from slime.ray.driver.weight_push import WeightFiles
 from slime.ray.remote import RemoteFailure
 from slime.utils import atomic_file
 from slime.utils.structured_error import data_of
-from slime.weight_sync import delta, disk
-from slime.weight_sync.delta import DeltaWriter
+from slime.weight_sync import files
+from slime.weight_sync.files import DeltaWriter
 from slime.weights import versions as version_files
 from slime.weights.delta import codec
 from slime.weights.delta import host_copy as delta_files
@@ -83,12 +83,11 @@ class DeltaRun:
         self.failing_host: int | None = None
         self.writer = DeltaWriter(self.args)
         self.files = WeightFiles(self.args, self._publish, self._load)
-        patch.setattr(disk, "export_hf", _export)
-        patch.setattr(delta, "weights_to_push", lambda source: iter(source.model.items()))
-        patch.setattr(delta, "described_weights", lambda model, args, quantizer: [(n, (), None) for n in model])
-        patch.setattr(delta, "quantizer_of", lambda args: None)
-        patch.setattr(disk, "quantizer_of", lambda args: None)
-        patch.setattr(delta.TrainerLayout, "current", lambda: SimpleNamespace(is_source=True))
+        patch.setattr(files, "export_hf", _export)
+        patch.setattr(files, "weights_to_push", lambda source: iter(source.model.items()))
+        patch.setattr(files, "described_weights", lambda model, args, quantizer: [(n, (), None) for n in model])
+        patch.setattr(files, "quantizer_of", lambda args: None)
+        patch.setattr(files.TrainerLayout, "current", lambda: SimpleNamespace(is_source=True))
         patch.setattr(delta_files, "usable_cores", lambda: 2)
 
     def push(self, part: float = 0.01) -> int:
@@ -116,7 +115,7 @@ class DeltaRun:
     def _publish(self, version: int, engines: Sequence[Any], confirmed: int | None) -> str:
         self.expected[version] = {name: to_bytes(tensor) for name, tensor in self.weights.items()}
         source: Any = SimpleNamespace(model=self.weights, args=self.args)
-        return str(disk.publish(self.args, source, version, [], delta=self.writer, confirmed=confirmed))
+        return str(files.publish(self.args, source, version, [], delta=self.writer, confirmed=confirmed))
 
     def _load(self, directory: str, version: int, synchronous_loop: bool) -> None:
         for number, host in enumerate(self.hosts):

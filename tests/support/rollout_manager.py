@@ -112,7 +112,7 @@ def without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracking, "_tracker", Tracker())
     monkeypatch.setattr(rollout_manager.worker, "begin", lambda args, name: tmp_path / f"{name}.log")
     monkeypatch.setattr(rollout_manager, "ray", SimpleNamespace(put=lambda shard: shard))
-    monkeypatch.setattr(rollout_manager, "gc_freeze", lambda: None)
+    monkeypatch.setattr(rollout_manager.worker, "gc_freeze", lambda: None)
 
 
 def set_up(args: Any) -> RolloutManager:

@@ -30,7 +30,7 @@ def publish(checkpoint: str, folder: str, flags: list[str]) -> dict[str, Any]:
     """Write two versions of the weights of ``checkpoint``, and a third whose hook fails on one rank."""
     from slime.servers.types import EngineInfo
     from slime.weight_sync import WeightSyncError
-    from slime.weight_sync.disk import publish
+    from slime.weight_sync.files import publish
 
     args = model_args(checkpoint, *flags)
     args.update_weight_disk_dir, args.update_weight_disk_keep_files = folder, False
@@ -60,8 +60,7 @@ def publish_changes(source: Any, folder: str, engines: list[Any]) -> list[float]
     import torch
 
     from slime.backends.megatron_utils.weights import export_hf
-    from slime.weight_sync.delta import DeltaWriter
-    from slime.weight_sync.disk import publish
+    from slime.weight_sync.files import DeltaWriter, publish
 
     args = source.args
     args.update_weight_mode, args.update_weight_disk_dir = "delta", folder

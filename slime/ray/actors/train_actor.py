@@ -172,8 +172,7 @@ class TrainRayActor:
 
         ``confirmed`` is the version that all engines have, None for none that is known.
         """
-        from slime.weight_sync.delta import DeltaWriter
-        from slime.weight_sync.disk import publish
+        from slime.weight_sync.files import DeltaWriter, publish
 
         if self.args.update_weight_mode == "delta" and self._delta is None:
             self._delta = DeltaWriter(self.args)

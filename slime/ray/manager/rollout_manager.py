@@ -52,7 +52,6 @@ from slime.rollout.staleness import weight_clock
 from slime.servers.http_utils import get_http_client, init_http_client
 from slime.servers.key_file import key_for
 from slime.utils import run_key
-from slime.utils.memory_utils import collect_between_rollouts, gc_freeze
 from slime.utils.misc import Box, load_function
 from slime.utils.run_state import record
 from slime.utils.types import Sample, iter_samples
@@ -106,7 +105,7 @@ class RolloutManager:
         self.converter = Converter(args)
         if args.dump_details:
             save_tokenizer(args)
-        gc_freeze()
+        worker.gc_freeze()
 
     # What the driver calls
 
@@ -118,7 +117,7 @@ class RolloutManager:
         """
         with self._generating:
             set_current_rollout_id(rollout_id)
-            collect_between_rollouts()
+            worker.collect_between_rollouts()
             started = time.monotonic()
             samples, metrics = self._samples(rollout_id)
             if not samples:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import xxhash
 
 from slime.ray.remote import RemoteFailure
-from slime.weight_sync import delta
+from slime.weight_sync import files
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weights import versions as version_files
 from slime.weights.delta import host_copy as delta_files
@@ -248,10 +248,10 @@ def test_engines_of_a_host_ask_one_after_the_other(make_run: MakeRun) -> None:
 
 def test_tensors_that_repeat_others_change_with_them(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(mtp_num_layers=1)
-    monkeypatch.setattr(delta, "model_family", lambda args: None)
-    monkeypatch.setattr(delta, "copies_of", lambda source, family, written: {"copy": "layer.0.weight"})
+    monkeypatch.setattr(files, "model_family", lambda args: None)
+    monkeypatch.setattr(files, "copies_of", lambda source, family, written: {"copy": "layer.0.weight"})
     monkeypatch.setattr(
-        delta, "weights_to_push", lambda source: ((n, t) for n, t in source.model.items() if n != "copy")
+        files, "weights_to_push", lambda source: ((n, t) for n, t in source.model.items() if n != "copy")
     )
     run.weights["copy"] = run.weights["layer.0.weight"]
     run.push()

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from slime.servers.types import EngineInfo
-from slime.weight_sync import disk, resolve_pause_mode, steps
+from slime.weight_sync import files, resolve_pause_mode, steps
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weights import versions as version_files
 from tests.support.arguments import run_args
@@ -34,7 +34,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         path.mkdir()
         (path / "model.safetensors").write_text(str(model))
 
-    monkeypatch.setattr(disk, "export_hf", export)
+    monkeypatch.setattr(files, "export_hf", export)
     HOOKED.clear()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
@@ -51,7 +51,7 @@ def sync_args(folder: Path, **flags: Any) -> Namespace:
 
 
 def written(args: Namespace, version: int, weights: str = "weights") -> Path:
-    return disk.publish(args, SimpleNamespace(model=weights, args=args), version, [EngineInfo("http://a")])  # type: ignore[arg-type]
+    return files.publish(args, SimpleNamespace(model=weights, args=args), version, [EngineInfo("http://a")])  # type: ignore[arg-type]
 
 
 def test_a_version_is_complete_when_it_is_seen_and_the_hook_is_called(tmp_path: Path) -> None:

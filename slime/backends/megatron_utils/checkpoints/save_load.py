@@ -35,7 +35,6 @@ from slime.backends.megatron_utils.checkpoints.formats import (
     writer_for,
 )
 from slime.backends.megatron_utils.checkpoints.lora_tensors import base_part, check_described, trained_part
-from slime.backends.megatron_utils.checkpoints.names import rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.checkpoints.pickles import reading_plain_values
 from slime.backends.megatron_utils.checkpoints.random_states import (
     copy_number,
@@ -45,6 +44,7 @@ from slime.backends.megatron_utils.checkpoints.random_states import (
     rng_state,
     saved_layout,
 )
+from slime.backends.megatron_utils.checkpoints.torch_dist import rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
     check_optimizers,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +25,16 @@ _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
 _EXPERTS = re.compile(r"^(?P<head>.*?\.experts\.)(?:experts\.)?(?:(?P<number>\d+)\.)?(?P<tail>linear_fc\d\.\w+)$")
 # Optimizer states, random states and TransformerEngine's extra states are no weights.
 _NO_WEIGHT = re.compile(r"optimizer|_state")
+
+NORMS = (
+    ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
+    ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
+)
+"""The two names of a norm. TransformerEngine fuses it into the linear layer behind it where it can; Megatron names the
+norms of its own layers likewise in checkpoints, but for those before experts, before linear attention and in latent
+attention."""
 
 
 @dataclass(frozen=True)
@@ -194,3 +204,40 @@ class _PlainPickle:
     class Unpickler(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
             return super().find_class(module, name) if (module, name) in _PlainPickle._ALLOWED else _Empty
+
+
+def rename_to_stored(request: dict[str, Any], stored: Collection[str]) -> list[str]:
+    """Ask for norms, and their optimizer states, by the names that a checkpoint has; return those names.
+
+    ``request``: a nested state dict of Megatron's sharded tensors, changed in place. ``stored``: the names of all
+    tensors of the checkpoint. What it has under neither name is left for Megatron to report.
+    """
+    renamed = []
+    for tensor in _sharded(request):
+        if tensor.key not in stored:
+            for pair in (*NORMS, *((b, a) for a, b in NORMS)):
+                name = tensor.key.replace(*pair)
+                if name in stored:
+                    tensor.key = name
+                    renamed.append(name)
+                    break
+    return renamed
+
+
+def take_unstored_states(request: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
+    """Take the states beside weights that a checkpoint lacks out of a model's request; return what they are now.
+
+    TransformerEngine's layers have some, empty without FP8, that Megatron's own do not write.
+    """
+    absent = [key for key, part in request.items() if key.endswith("_extra_state") and part.unique_key not in stored]
+    return {key: request.pop(key).data for key in absent}
+
+
+def _sharded(part: object) -> Iterator[Any]:
+    if isinstance(part, dict):
+        part = list(part.values())
+    if isinstance(part, list | tuple):
+        for inner in part:
+            yield from _sharded(inner)
+    elif hasattr(part, "key") and hasattr(part, "replica_id"):
+        yield part

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slime.backends.megatron_utils.checkpoints.names import rename_to_stored
+from slime.backends.megatron_utils.checkpoints.torch_dist import rename_to_stored
 
 
 def tensor(key: str) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from slime.utils.memory_utils import ALLOCATIONS, NEVER, collect_between_rollouts, gc_freeze
+from slime.ray.actors.worker import ALLOCATIONS, NEVER, collect_between_rollouts, gc_freeze
 
 pytestmark = pytest.mark.slow
 

@@ -1,7 +1,8 @@
-"""Weights as changes since what all engines have: the trainers' half. The hosts': ``slime.weights.delta.host_copy``.
+"""Weights through files, whole or as changes since what all engines have: the trainers' half.
 
-Source ranks keep the weights of their stage as all engines confirmed them last, in host memory, and compare with them.
-What is published but not confirmed is kept as changes, and applied to that copy once it is.
+The hosts' half is ``slime.weights.delta.host_copy``, the engines' ``steps.load_files``. Source ranks keep the weights
+of their stage as all engines confirmed them last, in host memory, and compare with them. What is published but not
+confirmed is kept as changes, and applied to that copy once it is.
 """
 
 from __future__ import annotations
@@ -9,25 +10,30 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import gather_from_world
+from slime.backends.megatron_utils.weights import export_hf
 from slime.backends.megatron_utils.weights.export import described_weights
 from slime.backends.megatron_utils.weights.naming import model_family
 from slime.backends.megatron_utils.weights.untrained import copies_of
+from slime.servers.types import EngineInfo
 from slime.utils.atomic_file import sync
+from slime.utils.digests import digest
+from slime.utils.misc import load_function
 from slime.weight_sync.comparing import host_bytes, in_threads
 from slime.weight_sync.fanout import WeightSyncError, attempt
 from slime.weight_sync.quantized import quantizer_of, weights_to_push
 from slime.weight_sync.transport import TrainerLayout, WeightSource, drain
+from slime.weights import versions
 from slime.weights.delta.codec import WHOLE_ABOVE, Array, Encoded, apply, checksum, encode
 from slime.weights.delta.manifest import Entry, Manifest, Payload, Version, state_of
 from slime.weights.hf.safetensors_header import read_header
@@ -108,7 +114,7 @@ class DeltaWriter:
         interval = self.args.update_weight_delta_full_interval
         if self._base is None or len(self._chain) >= interval:
             return False
-        attempt(partial(_on_first_rank, partial(_begin_staging, staging)))
+        attempt(partial(_on_first_rank, _begin_staging, staging))
         changes: list[Change] = []
         payloads: dict[str, Payload] = {}
         attempt(lambda: self._write_changes(source, staging, changes, payloads))
@@ -116,7 +122,7 @@ class DeltaWriter:
         changed = gather_from_world(sum(c.encoded.changed * self._entries[c.name].itemsize for c in changes))
         self.density = sum(changed) / max(1, sum(entry.bytes for entry in self._entries.values()))
         if self.density > WHOLE_ABOVE:
-            attempt(partial(_on_first_rank, partial(shutil.rmtree, staging)))
+            attempt(partial(_on_first_rank, shutil.rmtree, staging))
             return False
         self.wire_bytes = sum(payload.bytes for part in parts for _, payload in part.values())
         found = {name: one for part in parts for name, one in part.items()}
@@ -218,6 +224,70 @@ def _begin_staging(staging: Path) -> None:
     staging.mkdir()
 
 
-def _on_first_rank(action: Callable[[], Any]) -> None:
+def _on_first_rank(action: Callable[..., object], *arguments: object) -> None:
     if dist.get_rank() == 0:
-        action()
+        action(*arguments)
+
+
+def publish(
+    args: Args,
+    source: WeightSource,
+    version: int,
+    engines: Sequence[EngineInfo],
+    *,
+    delta: DeltaWriter | None = None,
+    confirmed: int | None = None,
+) -> Path:
+    """Write the weights as version ``version`` below ``--update-weight-disk-dir``; return its directory.
+
+    Collective over the trainer. With ``delta`` it holds what changed since version ``confirmed``, which all engines
+    have, or everything where that is due. The directory appears when it is complete; versions of earlier runs, or of
+    earlier pushes that engines have read, are removed before (not those that ``delta`` builds on), unless
+    ``--update-weight-disk-keep-files``. Then every rank calls the hook ``--custom-update-weight-post-write-path`` with
+    ``(args, directory, engines)``. Raises WeightSyncError or RuntimeError on every rank when one of them fails.
+    """
+    final = versions.version_dir(args.update_weight_disk_dir, version)
+    staging = versions.staging_dir(final)
+    needed: list[Path] = []
+    if delta is not None:
+        root = args.update_weight_disk_dir
+        attempt(lambda: needed.extend(versions.version_dir(root, number) for number in delta.begin(confirmed)))
+    attempt(partial(_on_first_rank, _clear, args, needed))
+    if delta is None or not delta.write(source, staging, version):
+        export_hf(source.model, source.args, staging, quantizer=quantizer_of(source.args))
+        if args.update_weight_local_checkpoint_dir is not None:
+            _write_checksums(staging)
+        if delta is not None:
+            delta.wrote_whole(source, staging, version)
+    attempt(partial(_on_first_rank, versions.replace, staging, final))
+    if args.custom_update_weight_post_write_path is not None:
+        attempt(partial(_call_hook, args, final, engines))
+    return final
+
+
+def _clear(args: Args, needed: Sequence[Path]) -> None:
+    root = Path(args.update_weight_disk_dir)
+    root.mkdir(parents=True, exist_ok=True)
+    if not args.update_weight_disk_keep_files:
+        versions.clear(root, but=needed)
+
+
+def _write_checksums(directory: Path) -> None:
+    """Each rank reads its share of the files back; rank 0 writes the sums of all."""
+    own: dict[str, str] = {}
+
+    def read() -> None:
+        mine = sorted(directory.iterdir())[dist.get_rank() :: dist.get_world_size()]
+        own.update({path.name: digest(path) for path in mine})
+
+    attempt(read)
+    everything = {name: value for part in gather_from_world(own) for name, value in part.items()}
+    attempt(partial(_on_first_rank, versions.write_checksums, directory, everything))
+
+
+def _call_hook(args: Args, directory: Path, engines: Sequence[EngineInfo]) -> None:
+    flag, path = "--custom-update-weight-post-write-path", args.custom_update_weight_post_write_path
+    try:
+        load_function(path, flag)(args, str(directory), list(engines))
+    except Exception as e:
+        raise WeightSyncError(f"{flag} {path}: {type(e).__name__}: {e}") from e
