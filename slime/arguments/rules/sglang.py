@@ -115,7 +115,7 @@ def _check_speculation(args: Args) -> None:
 
 def _check_groups(args: Args) -> None:
     """Every group of the file has separate sizes; those of the flags hold where a group has none."""
-    slots, stages = args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
+    given, slots, stages = args.sglang_tp_size, args.rollout_num_gpus_per_engine, args.sglang_pp_size or 1
     args.sglang_tp_size = args.sglang_tensor_parallel_size = slots // stages if slots % stages == 0 else slots
     for model in models_of(args) or ():
         for group in model.server_groups:
@@ -127,7 +127,12 @@ def _check_groups(args: Args) -> None:
                     "which slime chooses for each engine; leave it out"
                 )
             with as_flags(args, model, group) as engine:
-                _check_engine(engine)
+                tp = _check_engine(engine)
+            if given not in (None, tp) and "tp_size" not in group.overrides:
+                raise ArgumentError(
+                    f"--sglang-tp-size {given} and --sglang-config {args.sglang_config}: engines of model {model.name} "
+                    f"have num_gpus_per_engine / pp_size = {tp} tensor-parallel ranks; leave --sglang-tp-size out"
+                )
 
 
 @contextmanager

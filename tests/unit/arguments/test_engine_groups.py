@@ -49,6 +49,14 @@ def test_nodes_of_another_size_hold_the_same_engines(tmp_path: Path) -> None:
     assert dry(*flags, "--num-gpus-per-node", 4).rollout_num_engines == 1
 
 
+def test_a_tensor_parallel_size_that_no_group_has_is_refused(tmp_path: Path) -> None:
+    path = deployment(tmp_path, "{num_gpus: 2, num_gpus_per_engine: 2}")
+    flags = ["--sglang-config", path, "--rollout-num-gpus", 2]
+    with pytest.raises(ArgumentError, match=f"--sglang-tp-size 1 and --sglang-config {path}: .* = 2 tensor-parallel"):
+        dry(*flags, "--sglang-tp-size", 1)
+    assert dry(*flags, "--sglang-tp-size", 2).rollout_num_engines == 1
+
+
 def models(folder: Path, *models: str) -> Path:
     path = folder / "engines.yaml"
     path.write_text("sglang:\n" + "".join(f"  - {model}\n" for model in models))

@@ -251,11 +251,12 @@ class EngineControl:
 
     def wait_until_ready(self) -> EngineFleet | None:
         """Return the fleet when it is ready (its start has its own deadline), or raise what went wrong with it."""
-        if self.fleet is not None:
+        fleet = self.fleet  # another thread sets it: None here is None in what is returned
+        if fleet is not None:
             self.ready.wait()
         if self._failure is not None:
             raise self._failure
-        return self.fleet
+        return fleet
 
     # Inside
 
