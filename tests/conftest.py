@@ -25,9 +25,10 @@ import hypothesis
 import pytest
 
 # A busy machine is no failure. The same examples every time, but in soak, which searches for others.
+IN_SOAK = "soak or gpu" in sys.argv
 hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
-hypothesis.settings.load_profile("search" if "soak or gpu" in sys.argv else "same")
+hypothesis.settings.load_profile("search" if IN_SOAK else "same")
 pytest.register_assert_rewrite("tests.support")  # what they found is shown, as in a test
 
 # A shell starts background jobs (`make test &`, nohup, some CI runners) with Ctrl-C ignored, and children inherit that.
@@ -79,6 +80,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         folder = Path(item.path).relative_to(here).parts[0]
         if folder in ("integration", "soak"):
             item.add_marker(folder)
+        if IN_SOAK and hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("soak")
         if item.get_closest_marker("gpu") and (reason := gpu_missing()):
             item.add_marker(pytest.mark.skip(reason=reason))
     marked = (item for item in items if item.get_closest_marker("soak") or item.get_closest_marker("gpu"))

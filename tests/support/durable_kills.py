@@ -57,7 +57,7 @@ TORN = "half of a record is written"
 def random_plan(seed: int, kills: int) -> Plan:
     """Return where ``kills`` starts are killed: at a point, at one of the start after that, and twice at any moment.
 
-    The last one comes after a rollout that no checkpoint has, so that there is something to recover on any machine.
+    The first one comes after a rollout that no checkpoint has, so that there is something to recover on any machine.
     """
     rng = random.Random(seed)
     running, starting = (rng.sample(sorted(points), len(points)) for points in (WHILE_RUNNING, WHILE_STARTING))
@@ -68,7 +68,7 @@ def random_plan(seed: int, kills: int) -> Plan:
         nth = rng.choice((1, 1, 2, 3))
         plan += [(TORN, 1) if "torn" in start else (running[turn % len(running)], nth), (start, 1), None, None]
     first = rng.randrange(4)
-    return [*plan[first : first + kills - 1], ("the rollout is over", 1)]
+    return [("the rollout is over", 1), *plan[first : first + kills - 1]]
 
 
 def every_point() -> Plan:
