@@ -26,6 +26,8 @@ TASK_TYPE = "math"
 ATTEMPTS = 3
 """So often an item is tried before it is handed in as failed."""
 WRITE_ATTEMPTS = 60
+MOST_REFUSED = 100
+"""So many trajectories in a row that the buffer cannot use are the generator's fault, and end it."""
 TIMEOUT_S = 1800.0
 
 Item = dict[str, Any]
@@ -123,6 +125,7 @@ class BaseGenerator:
         self.sampling_params = {"max_tokens": max_tokens, **(sampling_params or {})}
         self.skip_instance_ids = list(skip_instance_ids or [])
         self.client = ChatClient(remote_engine_url, engine_api_key)
+        self._refused_in_a_row = 0
 
     def entry(
         self, input_file: str, rollout_func: RolloutFunction, reward_func: RewardFunction, num_epoch: int = 1
@@ -146,7 +149,8 @@ class BaseGenerator:
     def send_data_to_buffer(self, data: Item) -> None:
         """Write one trajectory; wait while the buffer is full or does not answer. Raises when that takes too long.
 
-        One that the buffer cannot use (400) is logged and left out: the others may be good.
+        One that the buffer cannot use (400) is logged and left out, as the others may be good, but not ``MOST_REFUSED``
+        in a row.
         """
         key = key_for(self.remote_buffer_url)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -157,11 +161,15 @@ class BaseGenerator:
                 said = str(e)
             else:
                 if reply.status_code < 400:
+                    self._refused_in_a_row = 0
                     return
                 said = f"{reply.status_code}: {reply.text[:500]}"
                 if reply.status_code == 400:
                     logger.error("the buffer refused trajectory %r: %s", data.get("uid"), said)
-                    return
+                    self._refused_in_a_row += 1
+                    if self._refused_in_a_row < MOST_REFUSED:
+                        return
+                    said = f"{self._refused_in_a_row} in a row, the last one with {said}"
                 if reply.status_code not in (429, 502, 503, 504):
                     raise RuntimeError(f"the buffer at {self.remote_buffer_url} refused a trajectory: {said}")
             time.sleep(min(5.0, 0.1 * 2 ** min(attempt, 10)))

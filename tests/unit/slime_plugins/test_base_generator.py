@@ -128,3 +128,13 @@ def test_a_trajectory_that_the_buffer_cannot_use_costs_itself(monkeypatch: pytes
     generator.send_data_to_buffer({"uid": "b"})
     with pytest.raises(RuntimeError, match="403: no role"):
         generator.send_data_to_buffer({"uid": "c"})
+
+
+def test_a_generator_whose_every_trajectory_is_refused_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = iter([400] * 99 + [200] + [400] * 100)
+    monkeypatch.setattr(requests, "post", lambda *_, **__: SimpleNamespace(status_code=next(codes), text="no role"))
+    generator = BaseGenerator("http://engine", "http://buffer")
+    for number in range(199):
+        generator.send_data_to_buffer({"uid": str(number)})
+    with pytest.raises(RuntimeError, match="refused a trajectory: 100 in a row, the last one with 400: no role"):
+        generator.send_data_to_buffer({"uid": "199"})
