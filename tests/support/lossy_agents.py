@@ -17,8 +17,7 @@ from slime.agent.adapters import AnthropicAdapter, BaseAdapter, OpenAIAdapter
 from slime.agent.adapters.common import Reply
 from slime.agent.adapters.provider import ProviderFormat
 from slime.agent.adapters.responses import ResponsesFormat
-from slime.agent.same_answer import RENDERING
-from slime.agent.trajectory import TrajectoryManager, TurnRecord
+from slime.agent.trajectory import RENDERING, TrajectoryManager, TurnRecord
 from tests.support.agents import BEGIN, END, ToolTokenizer
 
 Wire = list[dict[str, Any]]

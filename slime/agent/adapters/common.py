@@ -38,8 +38,7 @@ from slime.agent.adapters.provider import Message, ParsedRequest, ProviderFormat
 from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
-from slime.agent.same_answer import RENDERING, Rendering, with_own_tokens
-from slime.agent.trajectory import MessageNode, TrajectoryManager, TurnRecord
+from slime.agent.trajectory import RENDERING, MessageNode, Rendering, TrajectoryManager, TurnRecord, with_own_tokens
 from slime.servers.auth import is_loopback
 from slime.servers.http_utils import post
 from slime.servers.request_checks import browser_guard

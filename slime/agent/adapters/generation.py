@@ -1,4 +1,4 @@
-"""One turn on the engine: its sampling parameters, and the replies, several when it was aborted and resumed."""
+"""One turn on the engine: its sampling parameters and their checks, and the replies, several when it was resumed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ BASE_SAMPLING_PARAMS: dict[str, Any] = {
     "max_new_tokens": 4096,
 }
 _COUNTED = ("prompt_tokens", "cached_tokens", "completion_tokens")
+
+INT32, INT64 = 2**31 - 1, 2**63 - 1
+MOST_STOPS, LONGEST_STOP = 32, 1000
+MOST_TOKEN_IDS = 1024
+LONGEST_GRAMMAR = 1 << 20
+HOTTEST = 100.0
+_TOKEN_ID = re.compile(r"\d{1,10}")
+Check = Callable[[Any], bool]
 
 
 def sampling_params(
@@ -122,15 +130,6 @@ def left_of(params: Mapping[str, Any], replies: Replies) -> dict[str, Any]:
 
 # Checks of the sampling parameters of agents and operators: only those that do the engine no harm are allowed. Its
 # scheduler ends with all its requests on a number that does not fit its tensors.
-
-
-INT32, INT64 = 2**31 - 1, 2**63 - 1
-MOST_STOPS, LONGEST_STOP = 32, 1000
-MOST_TOKEN_IDS = 1024
-LONGEST_GRAMMAR = 1 << 20
-HOTTEST = 100.0
-_TOKEN_ID = re.compile(r"\d{1,10}")
-Check = Callable[[Any], bool]
 
 
 def _number(low: float, high: float, *, above: bool = False) -> Check:

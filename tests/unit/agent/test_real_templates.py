@@ -9,8 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from slime.agent.adapters import OpenAIAdapter
-from slime.agent.same_answer import RENDERING
-from slime.agent.trajectory import TrajectoryManager, TurnRecord
+from slime.agent.trajectory import RENDERING, TrajectoryManager, TurnRecord
 from tests.unit.agent.test_trajectory import BASE
 
 CHATML = """

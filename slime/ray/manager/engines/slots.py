@@ -80,7 +80,7 @@ class EngineSlots:
                 if plan.group == like.group:
                     self._vacant.remove(plan)
                     return replace(plan, rank=rank)
-        plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of its own reservation
+        plan = replace(like, rank=rank, gpu_offset=0, offload=False)  # the first slot of the new reservation
         self._reservations[rank] = Reservation(plan, self.wiring, on_this_node=self.loopback)
         return plan
 
@@ -179,7 +179,7 @@ def nodes_of_slots(slots: Slots, plan: EnginePlan) -> list[dict[str, Any]] | Non
 
 
 def slots_stay(slots: Slots, plan: EnginePlan) -> bool:
-    """Return whether the slots of ``plan`` are on nodes that are alive, and that Ray is not about to take away."""
+    """Return True if the slots of ``plan`` are on nodes that are alive, and that Ray is not about to take away."""
     nodes = nodes_of_slots(slots, plan)
     leaving = ray._private.state.state.get_draining_nodes()
     return nodes is not None and all(node["NodeID"] not in leaving for node in nodes)
