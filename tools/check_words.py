@@ -51,7 +51,7 @@ OPENINGS = ("What", "Whether", "Which", "Where", "How", "Who", "Whatever", "Whic
 _WORDS = re.compile(rf"\b({'|'.join(WORDS)})\b", re.IGNORECASE)
 _CODE = re.compile(r"(`+)[^`]+\1")
 _OPENING = re.compile(rf"({'|'.join(OPENINGS)})\b")
-_LOG_CALL = re.compile(r"(.*\.)?(_?log(ger|ging)?|warnings)\.\w+|warn\w*", re.IGNORECASE)
+_LOG_CALL = re.compile(r"(.*\.)?((_?log(ger|ging)?|warnings|diagnostics)\.\w+|warn\w*)", re.IGNORECASE)
 
 
 def plainer(text: str) -> Iterator[tuple[str, str]]:

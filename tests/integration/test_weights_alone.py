@@ -35,7 +35,7 @@ def test_an_evaluation_has_weights_alone(folder: Path, ranks: int) -> None:
     arguments = {"checkpoint": checkpoint, "folder": str(folder / str(ranks)), "layouts": [*LAYOUTS[ranks].values()]}
     for rank in run_distributed("tests.support.weights_alone_ranks:compare", ranks, arguments, timeout=400):
         for layout, seen in zip(LAYOUTS[ranks], rank, strict=True):
-            assert "no optimizer state" in seen.pop("goes on"), layout
+            assert "no optimizer state" in seen.pop("resumed"), layout
             assert "does not train the policy (--num-rollout 0" in seen.pop("refusal"), layout
             assert seen == {
                 "optimizer": None, "scheduler": None, "gradient buffers": 0, "policies on the host": [], "start": 1,

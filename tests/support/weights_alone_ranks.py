@@ -29,7 +29,7 @@ def compare(checkpoint: str, folder: str, layouts: list[dict[str, Any]]) -> list
         kinds = (RuntimeError, ValueError)
         seen["start"], train = start, partial(train_once, alone, 1, make_train_data(seed=1))
         seen["refusal"] = error_of(train, kinds)
-        seen["goes on"] = error_of(partial(new_trainer, checkpoint, load=save, **layout), kinds)
+        seen["resumed"] = error_of(partial(new_trainer, checkpoint, load=save, **layout), kinds)
         fresh, _ = new_trainer(checkpoint, load=None, num_rollout=0, **layout)
         last_stage = expected[0] is not None
         seen["fresh start"] = fresh.optimizer is None and (fresh.canary(CANARY) != expected[0]) == last_stage

@@ -61,7 +61,7 @@ HAND_TABLE: tuple[Flag, ...] = (
     _on("--squared-relu", MODEL, "squared ReLU"),
     _on("--init-method-xavier-uniform", MODEL, "Xavier uniform initialization"),
     _on("--group-query-attention", MODEL, "grouped-query attention with --num-query-groups groups"),
-    _on("--untie-embeddings-and-output-weights", MODEL, "the output layer has weights of its own"),
+    _on("--untie-embeddings-and-output-weights", MODEL, "the output layer has separate weights"),
     _value("--vocab-size", None, "int", MODEL, "vocabulary of the checkpoint"),
     _value(
         "--make-vocab-size-divisible-by", 128, "int", MODEL, "the padded vocabulary is a multiple of this x TP size"

@@ -176,7 +176,7 @@ def _warn_of_groups_of_one(args: Args) -> None:
         diagnostics.warn(
             args,
             f"--advantage-estimator {args.advantage_estimator} with --n-samples-per-prompt 1: every reward minus the "
-            "mean of its group is 0, so nothing is learnt from rewards; generate more samples per prompt or give "
+            "mean of its group is 0, so nothing is learned from rewards; generate more samples per prompt or give "
             "--disable-rewards-normalization",
         )
 

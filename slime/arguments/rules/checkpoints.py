@@ -108,7 +108,7 @@ def _refuse_nothing_to_load(args: Args) -> None:
     diagnostics.unavailable(
         args,
         f"--load {args.load} {found}, so there is nothing to load; correct the path, leave it out to start from "
-        f"--ref-load {args.ref_load}, or let --load be --save for a run that goes on whenever it is started again",
+        f"--ref-load {args.ref_load}, or let --load be --save for a run that continues whenever it is started again",
     )
 
 

@@ -25,6 +25,7 @@ SOURCE = textwrap.dedent('''\
             # Until it is told.
             logger.warning("engine %s: %s", "told", f"{reason} anew")
             print("nobody")
+            diagnostics.warn(args, f"nothing is learnt {reason}")
             raise RuntimeError(f"asleep: {reason}") from None
 
 
@@ -39,8 +40,9 @@ HITS = [
     (15, "comment", "'told': write a passive of: pass, name, report"),
     (16, "message", "'anew': write again"),
     (16, "message", "'told': write a passive of: pass, name, report"),
-    (18, "message", "'asleep': write offloaded"),
-    (21, "test name", "'goes on': write continue, resume"),
+    (18, "message", "'learnt': write learned"),
+    (19, "message", "'asleep': write offloaded"),
+    (22, "test name", "'goes on': write continue, resume"),
 ]
 
 
