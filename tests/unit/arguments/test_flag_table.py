@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.arguments.command_line import flags_where, read_words
+from slime.arguments.command_line import read_words
 from slime.arguments.groups import slime_flags
 
 TABLE = Path(__file__).parents[2] / "data" / "arguments" / "flags.tsv"
@@ -57,8 +57,14 @@ def test_defaults_reach_the_namespace():
     from tests.support.arguments import minimal_flags, parse
 
     args, given = parse(), minimal_flags()
-    derived = {flag.dest for flag in flags_where(lambda traits: traits.resolved_by or traits.follows)}
-    derived |= {"offload", "start_rollout_id", "grpo_std_normalization"}
+    derived = {"offload", "offload_train", "offload_rollout", "ref_load", "load", "over_sampling_batch_size"}
+    derived |= {
+        "eps_clip_high",
+        "eval_function_path",
+        "start_rollout_id",
+        "grpo_std_normalization",
+        "padded_vocab_size",
+    }
     for option, attribute, _, default in ROWS:
         if option not in given and attribute not in derived:
             assert getattr(args, attribute) == json.loads(default), option
