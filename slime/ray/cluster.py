@@ -15,6 +15,7 @@ import secrets
 import signal
 import socket
 import stat
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 import slime
 from slime.arguments.args import Args
+from slime.arguments.passthrough.catalog import has_cuda_device
 from slime.arguments.passthrough.source import CORE_VARIABLE
+from slime.arguments.rules.lora import takes_adapters
+from slime.backends.sglang_utils import engine_forks
 from slime.observability import run_dir
 from slime.observability.best_effort import Files
 from slime.ray import directories
@@ -61,6 +65,8 @@ QUIET_RAY = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
     "RAY_COLOR_PREFIX": "0",
+    # One idle worker per core otherwise, 0.8 CPU s each: a run's actors have environments of their own and take none.
+    "RAY_prestart_worker_first_driver": "0",
 }
 NOSET_VISIBLE_DEVICES = (
     "CUDA_VISIBLE_DEVICES",
@@ -139,7 +145,7 @@ class Cluster:
         """Return the ``runtime_env`` of an actor of this run; ``extra`` wins."""
         env = {RUN_TAG: self.run_id, **KEEP_ENVIRON, "RAY_USE_UVLOOP": "0"}
         env |= {f"RAY_EXPERIMENTAL_NOSET_{name}": "1" for name in NOSET_VISIBLE_DEVICES}
-        env["PYTHONPATH"] = os.pathsep.join(p for p in (_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
+        env["PYTHONPATH"] = _python_path()
         # A cluster that was joined has its own environment: what it starts does not inherit this process's.
         env |= {name: os.environ[name] for name in (CORE_VARIABLE, PASSED) if name in os.environ}
         if self.device_type == "cpu":
@@ -165,13 +171,18 @@ class Cluster:
 
     def shutdown(self) -> None:
         """Disconnect, and end what is left of the run on this host (and, through their janitors, elsewhere)."""
-        global _current
+        global _current, _forks
         if _current is self:
             _current = None
         for actor in self.node_janitors.values():
             ray.kill(actor)
         ray.shutdown()
         self.janitor.sweep()
+        if _forks is not None:
+            _forks.kill()
+            _forks.wait(JANITOR_DEADLINE_S)
+            _forks = None
+            Path(os.environ.pop(engine_forks.SOCKET)).unlink(missing_ok=True)
         directories.release()
 
 
@@ -186,6 +197,7 @@ class NodeJanitor:
 
 
 _current: Cluster | None = None
+_forks: subprocess.Popen[bytes] | None = None
 
 
 def is_connected() -> bool:
@@ -339,6 +351,7 @@ def describe_resources(resources: dict[str, float]) -> str:
 
 def _join_or_start(args: Args, run_id: str, slots: int) -> bool:
     """Connect; return True when this process started the cluster."""
+    forks = os.environ.pop(engine_forks.SOCKET, None) != ""  # else that of an earlier run of this process
     if ray.is_initialized():
         return False
     for name, value in QUIET_RAY.items():
@@ -364,6 +377,8 @@ def _join_or_start(args: Args, run_id: str, slots: int) -> bool:
     os.environ.pop(GUARD_TAG, None)
     _use_loopback()
     with _without_secrets():
+        if forks:
+            _start_fork_server(args, run_id)
         _start_twice(run_id, slots)
     return True
 
@@ -379,6 +394,23 @@ def _without_secrets() -> Iterator[None]:
         yield
     finally:
         os.environ.update({name: kept[name] for name in hidden})
+
+
+def _python_path() -> str:
+    """Return the PYTHONPATH of the actors of a run."""
+    return os.pathsep.join(p for p in (_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")) if p)
+
+
+def _start_fork_server(args: Args, run_id: str) -> None:
+    """On a host without GPUs, have SGLang imported for the engines while Ray starts."""
+    without_gpu = os.environ.get("SLIME_ACCELERATOR", "cpu") == "cpu" and not has_cuda_device()
+    if args.debug_train_only or args.rollout_external or not without_gpu:
+        return
+    path = str(private_directory() / f"{run_id}.forks")
+    base = {**public_environment(), "PYTHONPATH": _python_path()}
+    global _forks
+    _forks = engine_forks.start_fork_server(path, base, takes_adapters=takes_adapters(args))
+    os.environ[engine_forks.SOCKET] = path
 
 
 def secrets_of_users() -> dict[str, str]:

@@ -18,12 +18,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from slime.utils import process_supervisor
 from slime.utils.atomic_file import open_private, space_left
+from slime.utils.fork_server import ForkedProcess, ForkRequest, ForkServerError, fork
 from slime.utils.secrets import public_environment
 
 logger = logging.getLogger(__name__)
@@ -41,25 +42,17 @@ class ProcessStartError(RuntimeError):
 
 
 class _Supervisor:
-    """The owner's side of one supervisor process."""
+    """The owner's side of one supervisor process: ``start(theirs)`` starts it with the other end of a socket pair."""
 
-    def __init__(
-        self, verb: str, argument: str, cmd: Sequence[str], env: Mapping[str, str], log: int, name: str
-    ) -> None:
+    def __init__(self, start: Callable[[socket.socket], subprocess.Popen[bytes] | ForkedProcess], name: str) -> None:
         self.name = name
         self._socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                # -I -S: no site-packages, no PYTHONPATH of the command: nothing slow or strange is imported.
-                [sys.executable, "-I", "-S", process_supervisor.__file__]
-                + [verb, str(theirs.fileno()), str(os.getpid()), argument, *cmd],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=dict(env),
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+        try:
+            with theirs:
+                self.process = start(theirs)
+        except BaseException:
+            self._socket.close()
+            raise
         self._lock = threading.Lock()
         self._buffer = b""
         self._lines: dict[str, str] = {}
@@ -107,6 +100,22 @@ class _Supervisor:
             self.process.wait(10.0)
         self.read()
         self._socket.close()
+
+
+def _start_supervisor(
+    verb: str, argument: str, cmd: Sequence[str], env: Mapping[str, str], log: int, theirs: socket.socket
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        # -I -S: no site-packages, no PYTHONPATH of the command: nothing slow or strange is imported.
+        [sys.executable, "-I", "-S", process_supervisor.__file__]
+        + [verb, str(theirs.fileno()), str(os.getpid()), argument, *cmd],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=dict(env),
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
 
 
 class GuardedProcess:
@@ -160,18 +169,30 @@ def spawn(
     log_path: str | os.PathLike[str],
     name: str,
     cwd: str | None = None,
+    fork_server: str | None = None,
 ) -> GuardedProcess:
     """Start ``cmd`` with stdout and stderr appended to ``log_path``; it ends when this process ends.
 
     ``env`` is the whole environment (None: this process's own). The command is not reached by a Ctrl-C in the terminal.
-    What it starts ends with it: daemonized grandchildren are ended when the command exits.
+    What it starts ends with it: daemonized grandchildren are ended when the command exits. Where ``fork_server``, the
+    socket of one, can run the command, it is forked from that (``slime.utils.fork_server``).
     Raises ProcessStartError when ``cmd`` cannot be executed.
     """
     log_path = Path(log_path)
     with _open_log(log_path, name) as log:
         start = log.tell()
         environ = {**(os.environ if env is None else env), **KEEP_ENVIRON}
-        supervisor = _Supervisor("supervise", cwd or "", cmd, environ, log.fileno(), name)
+        supervisor = None
+        if fork_server is not None:
+            request = ForkRequest(list(cmd), environ, cwd or os.getcwd())
+            try:
+                supervisor = _Supervisor(lambda theirs: fork(fork_server, request, theirs, log.fileno()), name)
+            except ForkServerError as e:
+                logger.info("%s imports its packages itself: %s", name, e)
+        if supervisor is None:
+            supervisor = _Supervisor(
+                lambda theirs: _start_supervisor("supervise", cwd or "", cmd, environ, log.fileno(), theirs), name
+            )
     return GuardedProcess(supervisor, log_path, start)
 
 
@@ -192,7 +213,9 @@ class Janitor:
         self.tag = tag
         # Without the tag in its own environment, and with none of our output files held open.
         env = {k: v for k, v in public_environment().items() if k not in (RUN_TAG, GUARD_TAG)}
-        self._supervisor = _Supervisor("janitor", tag, [], env, subprocess.DEVNULL, f"janitor of {tag}")
+        self._supervisor = _Supervisor(
+            lambda theirs: _start_supervisor("janitor", tag, [], env, subprocess.DEVNULL, theirs), f"janitor of {tag}"
+        )
         self._supervisor.wait_started()
 
     def sweep(self, grace_s: float = 5.0) -> None:

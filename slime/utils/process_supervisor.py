@@ -124,16 +124,17 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value}) failed")
 
 
-def _die_with_supervisor() -> None:
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class _Owner:
-    """The other end of the control socket: alive or not, and what it asked for."""
+class Owner:
+    """The other end of the control socket: what it asked for, and, by ``is_gone``, whether it still lives."""
 
-    def __init__(self, fd: int, pid: int) -> None:
+    def __init__(self, fd: int, is_gone: Callable[[], bool]) -> None:
         self.socket = socket.socket(fileno=fd)
-        self.pid = pid
+        self.is_gone = is_gone
         self.buffer = b""
 
     def report(self, line: str) -> None:
@@ -145,7 +146,7 @@ class _Owner:
     def wait(self, wakeup_fd: int | None) -> float | None:
         """Wait up to half a second. Return the grace in seconds when the end has come, else None.
 
-        The end is a ``stop <seconds>`` line, a closed socket, or a different parent: forks of the owner may hold a
+        The end is a ``stop <seconds>`` line, a closed socket, or an owner that is gone: forks of the owner may hold a
         copy of its socket, so end-of-file alone would wait for them.
         """
         fds = [self.socket.fileno()] + ([] if wakeup_fd is None else [wakeup_fd])
@@ -162,7 +163,7 @@ class _Owner:
             self.buffer += data
             if b"\n" in self.buffer:
                 return float(self.buffer.split(b"\n")[0].split()[1])
-        return ORPHAN_GRACE_S if os.getppid() != self.pid else None
+        return ORPHAN_GRACE_S if self.is_gone() else None
 
 
 def _wakeup_on_signals() -> tuple[int, list[int]]:
@@ -222,21 +223,29 @@ def _write(data: bytes) -> None:
         return
 
 
-def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
-    """Run ``cmd``, whose output goes to ours, and own everything it starts until the end; return 0."""
+def start_command(cwd: str, cmd: list[str], output: int) -> int:
+    """Start ``cmd`` with its output to the file descriptor ``output``; return its pid. Raises OSError."""
+    return subprocess.Popen(
+        cmd, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=cwd or None,
+        start_new_session=True, preexec_fn=die_with_parent,
+    ).pid  # fmt: skip
+
+
+def supervise(owner: Owner, start: Callable[[int], int]) -> int:
+    """Own what ``start(output)`` starts, and everything that this starts, until the end; return 0.
+
+    ``start`` returns a pid, or raises OSError. What is written to the file descriptor ``output`` goes to our own.
+    """
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup, terms = _wakeup_on_signals()
     log = _Log()
     try:
-        child = subprocess.Popen(
-            cmd, stdin=subprocess.DEVNULL, stdout=log.writer, stderr=log.writer, cwd=cwd or None,
-            start_new_session=True, preexec_fn=_die_with_supervisor,
-        )  # fmt: skip
+        command = start(log.writer)
     except OSError as e:
         owner.report(f"error {e}")
         return 1
     log.start()
-    owner.report(f"pid {child.pid}")
+    owner.report(f"pid {command}")
     grace: float | None = None
     exited = False
     while grace is None and not exited:
@@ -244,18 +253,18 @@ def supervise(owner: _Owner, cwd: str, cmd: list[str]) -> int:
         if terms:
             grace = ORPHAN_GRACE_S
         for pid, code in reap():
-            if pid == child.pid:
+            if pid == command:
                 exited = True
                 log.drain(DRAIN_S)
                 owner.report(f"exit {code}")
-    left = end(lambda: _reap_descendants(owner, child.pid), ORPHAN_GRACE_S if grace is None else grace)
+    left = end(lambda: _reap_descendants(owner, command), ORPHAN_GRACE_S if grace is None else grace)
     log.drain(DRAIN_S)
     if left:
         owner.report(f"left {left}")
     return 0
 
 
-def _reap_descendants(owner: _Owner, child: int) -> list[int]:
+def _reap_descendants(owner: Owner, child: int) -> list[int]:
     """Return our descendants; report the command's exit code to the owner when it ends among them."""
     for pid, code in reap():
         if pid == child:
@@ -263,7 +272,7 @@ def _reap_descendants(owner: _Owner, child: int) -> list[int]:
     return descendants(os.getpid())
 
 
-def janitor(owner: _Owner, tag: str) -> int:
+def janitor(owner: Owner, tag: str) -> int:
     """Wait for the owner's end, then end every process that carries ``tag``; return 0."""
     _, terms = _wakeup_on_signals()
     owner.report("pid 0")
@@ -278,9 +287,9 @@ def janitor(owner: _Owner, tag: str) -> int:
 
 def main(argv: list[str]) -> int:
     verb, fd, owner_pid, argument = argv[:4]
-    owner = _Owner(int(fd), int(owner_pid))
+    owner = Owner(int(fd), lambda: os.getppid() != int(owner_pid))
     if verb == "supervise":
-        return supervise(owner, argument, argv[4:])
+        return supervise(owner, lambda output: start_command(argument, argv[4:], output))
     return janitor(owner, argument)
 
 

@@ -1,4 +1,4 @@
-"""Engines that fail, die, collide and stop."""
+"""Engines that fail, die, collide and stop, each started as on a host with GPUs: without the fork server."""
 
 from __future__ import annotations
 
@@ -30,6 +30,11 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "fork_server_of_engines", lambda: None)
 
 
 @pytest.fixture
@@ -99,7 +104,7 @@ def test_a_deadline_that_passes_names_itself_and_ends_the_engine(
     assert not alive([engine.pid or 0])
 
 
-def test_stop_kill_and_a_taken_port(
+def test_a_taken_port_a_dead_scheduler_and_a_stop_that_leaves_nothing(
     new_engine: Callable[..., EngineProcess], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = new_engine(checkpoint)
@@ -124,26 +129,12 @@ def test_stop_kill_and_a_taken_port(
     wait_for(engine.poll, 30, "noticing the dead scheduler")
     assert "Last lines of" in (engine.poll() or "")
 
-    # It can be started again, and then its server is killed.
+    # It can be started again, and a stop leaves no process and no file.
     engine.stop()
     assert not alive(family)
     engine.start()
     engine.wait_ready(180)
     assert engine.poll() is None
-    server = engine.pid or 0
-    family = [server, *descendants(server)]
-    os.kill(server, signal.SIGKILL)
-    assert wait_for(engine.poll, 10, "noticing the killed server") < 5
-    ended = engine.poll() or ""
-    assert "was ended by signal 9" in ended
-    assert "The server is fired up" in ended
-    wait_for(lambda: not alive(family), 10, "the end of the killed server's children")
-
-
-def test_stopping_leaves_no_process_and_no_file(new_engine: Callable[..., EngineProcess], checkpoint: Path) -> None:
-    engine = new_engine(checkpoint)
-    engine.start()
-    engine.wait_ready(180)
     server = engine.pid or 0
     family = [server, *descendants(server)]
     shared_memory = mapped_shared_memory(family)
@@ -163,6 +154,23 @@ def test_stopping_leaves_no_process_and_no_file(new_engine: Callable[..., Engine
     assert not scratch.exists()
     assert not [path for path in shared_memory if Path(path).exists()]
     engine.stop()  # once more does nothing
+
+
+@pytest.mark.soak
+def test_a_killed_server_is_noticed_and_its_children_end(
+    new_engine: Callable[..., EngineProcess], checkpoint: Path
+) -> None:
+    engine = new_engine(checkpoint)
+    engine.start()
+    engine.wait_ready(180)
+    server = engine.pid or 0
+    family = [server, *descendants(server)]
+    os.kill(server, signal.SIGKILL)
+    assert wait_for(engine.poll, 10, "noticing the killed server") < 5
+    ended = engine.poll() or ""
+    assert "was ended by signal 9" in ended
+    assert "The server is fired up" in ended
+    wait_for(lambda: not alive(family), 10, "the end of the killed server's children")
 
 
 def test_an_engine_ends_with_its_owner(checkpoint: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ SGLang's engine sees every reply once, as a prompt: nothing of what happened to 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 import time
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
@@ -47,12 +47,9 @@ def pair_of_engines(root: Path, sizes: dict[str, Any], **fields: Any) -> Iterato
                 engine_args(first, **fields), rank=rank, host="127.0.0.1", log_path=root / f"engine_{rank}.log"
             )
             engines.append(engine)
-            before = os.environ.get("SLIME_STOCK_CPU_ATTENTION", "")
-            os.environ["SLIME_STOCK_CPU_ATTENTION"] = stock
-            try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SLIME_STOCK_CPU_ATTENTION", stock)
                 engine.start()
-            finally:
-                os.environ["SLIME_STOCK_CPU_ATTENTION"] = before
         for engine in engines:
             engine.wait_ready()
         tested, scoring = (engine.client(timeout=600) for engine in engines)

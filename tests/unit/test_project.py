@@ -24,6 +24,7 @@ OPTIONAL = {
     "sglang": "installed by the set-up without its dependencies, or by the gpu extra",
     "transformer_engine": "used where it is installed", "flash_attn": "used where it is installed",
     "torch_memory_saver": "comes with sglang on GPUs", "triton": "comes with torch on GPUs",
+    "setproctitle": "comes with sglang",
     "math_verify": "the math extra", "smg": "the routers extra", "e2b": "the agents extra",
     "openai": "used in sandboxes, and installed there",
     "qwen_vl_utils": "the plugins extra", "mcp": "the plugins extra",

@@ -12,6 +12,7 @@ from typing import Any
 
 from slime.arguments.args import Args
 from slime.arguments.rules.lora import takes_adapters
+from slime.backends.sglang_utils.engine_forks import fork_server_of_engines
 from slime.backends.sglang_utils.environment import Scratch, engine_environment, make_private
 from slime.backends.sglang_utils.errors import EngineStartError, with_last_lines
 from slime.backends.sglang_utils.ports import looks_like_port_conflict, reserve_ports
@@ -151,7 +152,8 @@ class EngineProcess:
             # Experts that talk through NIXL want a TCP store of SGLang's own.
             meets_at_file=self._spec.nnodes == 1 and self.args.sglang_moe_a2a_backend != "nixl",
         )
-        self._process = spawn(command, env, self.log_path, self.name)
+        forks = fork_server_of_engines() if self.args.device_type == "cpu" else None
+        self._process = spawn(command, env, self.log_path, self.name, fork_server=forks)
         self._started_at = time.monotonic()
         logger.info("%s: pid %d, %s, log %s", self.name, self._process.pid, self.info.url, self.log_path)
         logger.debug("%s: %s", self.name, shlex.join(command))

@@ -30,6 +30,68 @@ def make_cluster(device: Any = "cpu", *, has_slots: bool = True, janitor: Any = 
     )
 
 
+@pytest.fixture(autouse=True)
+def fork_servers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The fork servers that were started: the socket, and whether engines take adapters."""
+    started: list[tuple[str, bool]] = []
+
+    def start(path: str, base: dict[str, str], *, takes_adapters: bool) -> None:
+        assert base["PYTHONPATH"] == make_cluster().environment()["env_vars"]["PYTHONPATH"]
+        started.append((path, takes_adapters))
+
+    monkeypatch.setattr(cluster.engine_forks, "start_fork_server", start)
+    monkeypatch.setattr(cluster, "has_cuda_device", lambda: False)
+    monkeypatch.setenv("SLIME_ENGINE_FORK_SERVER", "that of an earlier run")
+    monkeypatch.delenv("SLIME_ACCELERATOR", raising=False)
+    return started
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``_join_or_start`` start and change nothing."""
+    monkeypatch.setattr(cluster.os, "environ", dict(os.environ))
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    for name in ("_start_twice", "_keep_sigterm_handler", "_use_loopback", "_require_listener"):
+        monkeypatch.setattr(cluster, name, lambda *_: None)
+
+
+@pytest.mark.usefixtures("without_ray")
+@pytest.mark.parametrize(
+    ("fields", "env", "adapters"),
+    [
+        ({}, {}, False),
+        ({"lora_rank": 8, "lora_sync": "adapter"}, {"SLIME_ACCELERATOR": "cpu"}, True),
+        ({"debug_train_only": True}, {}, None),
+        ({"rollout_external": True}, {}, None),
+        ({}, {"SLIME_ACCELERATOR": "cuda"}, None),
+        ({}, {"SLIME_ENGINE_FORK_SERVER": ""}, None),
+    ],
+)
+def test_engines_of_a_cluster_of_ones_own_are_forked_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, fork_servers: Any, fields: Any, env: dict[str, str], adapters: bool | None
+) -> None:
+    os.environ.update(env)
+    args = run_args(ray_address=None)
+    vars(args).update(fields)
+    assert cluster._join_or_start(args, "r1", 2)
+    path = str(cluster.private_directory() / "r1.forks")
+    assert fork_servers == ([] if adapters is None else [(path, adapters)])
+    assert os.environ.get("SLIME_ENGINE_FORK_SERVER") == (None if adapters is None else path)
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_engines_of_a_host_with_gpus_and_of_a_cluster_that_was_joined_are_not_forked(
+    monkeypatch: pytest.MonkeyPatch, fork_servers: Any
+) -> None:
+    monkeypatch.setattr(cluster, "has_cuda_device", lambda: True)
+    assert cluster._join_or_start(run_args(ray_address=None), "r1", 2)
+    monkeypatch.setattr(cluster, "has_cuda_device", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", lambda **_: None)
+    assert not cluster._join_or_start(run_args(ray_address="10.0.0.1:6379"), "r1", 2)
+    assert fork_servers == []
+    assert "SLIME_ENGINE_FORK_SERVER" not in os.environ
+
+
 def test_device_of_the_cluster() -> None:
     assert device_of_cluster({"CPU": 2.0}, None) == "cpu"
     assert device_of_cluster({"CPU": 2.0, "GPU": 0.0}, None) == "cpu"
