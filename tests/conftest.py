@@ -111,6 +111,8 @@ def no_process_left_behind() -> Iterator[None]:
         workers.close_reward_workers()  # they serve a process to its end, and this one has not come to it
     if parsers := sys.modules.get("slime.agent.sglang_parsers"):
         parsers.close()
+    if server := sys.modules.get("multiprocessing.forkserver"):
+        server._forkserver._stop()  # it ends with this process, which has not come to its end
     deadline = time.monotonic() + LEFTOVER_PATIENCE_S
     while (left := marked_processes(token)) and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -17,14 +17,12 @@ from tests.support.engine_kills import (
     ENGINE_WORDS,
     kill_each_model,
     kill_engines,
-    kill_one_of_two,
     kill_router,
     replace_who_answers_garbage,
     rollout_client,
     stop_an_engine,
 )
 from tests.support.standin_fleet import standin_fleet, standin_fleet_with_router, standin_models
-from tools.tiny_model import make_tiny_checkpoint
 
 pytestmark = pytest.mark.integration
 
@@ -118,7 +116,3 @@ def test_an_engine_that_answers_garbage_behind_a_router_that_does_not(monkeypatc
         rollout_client(monkeypatch, tmp_path) as make_args,
     ):
         print(replace_who_answers_garbage(standins, make_args))
-
-
-def test_one_of_two_real_engines_killed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    print(kill_one_of_two(monkeypatch, make_tiny_checkpoint(tmp_path / "model"), tmp_path, seed=0))

@@ -79,7 +79,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def launched(checkpoint: str, ranks: int, scenarios: dict[str, dict[str, Any]], *, plain: bool = False) -> Any:
     arguments = {"checkpoint": checkpoint, "scenarios": scenarios, "plain": plain}
-    return run_distributed("tests.support.balancing_ranks:train_balanced", ranks, arguments)
+    return run_distributed("tests.support.balancing_ranks:train_balanced", ranks, arguments, fresh=True)
 
 
 @pytest.fixture(scope="module")

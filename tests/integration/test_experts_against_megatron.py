@@ -31,8 +31,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     target = "tests.support.sequential_experts:compare"
-    whole = run_distributed(target, 1, {"cases": CASES, "in_float64": True}, timeout=120)
-    halves = run_distributed(target, 2, {"cases": CASES, "in_float64": True, "tensor_size": 2}, timeout=120)
+    whole = run_distributed(target, 1, {"cases": CASES, "in_float64": True}, timeout=120, fresh=True)
+    halves = run_distributed(target, 2, {"cases": CASES, "in_float64": True, "tensor_size": 2}, timeout=120, fresh=True)
     return {"whole": whole, "halves": halves}
 
 

@@ -12,6 +12,7 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.soak
 def test_colocated_loop(tmp_path: Path):
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
     # Tensor parallel, so that no rank holds whole weights.

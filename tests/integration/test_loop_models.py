@@ -42,16 +42,20 @@ def server_arguments(run: Finished, rank: int) -> str:
 
 def test_a_frozen_judge_takes_turns_with_the_trainer(tmp_path: Path):
     """Rewards are asked of a model of another size, on a slot of the trainer's: it is offloaded, and keeps its weights
-    while those of the actor change.
+    while those of the actor change. The trainer's ranks are tensor parallel, so that none holds whole weights.
     """
     actor, judge, engines = actor_and_judge(tmp_path)
     flags = rl_flags(actor, sums_file(tmp_path / "sums.jsonl"))
-    extra = f"""--colocate --actor-num-gpus-per-node 2 --rollout-num-gpus 2 --sglang-config {engines}
-        --num-rollout 3 --check-weight-update-equal --use-fault-tolerance
+    extra = f"""--colocate --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2 --sequence-parallel
+        --rollout-num-gpus 2 --sglang-config {engines} --num-rollout 3 --save {tmp_path / "save"} --save-interval 1
+        --check-weight-update-equal --use-fault-tolerance
         --custom-rm-path tests.support.rollout_hooks.judged_reward"""
     run = run_train([*flags, *extra.split()], tmp_path / "run")
     assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
     assert run.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0, 2: 3.0}
+    for stage in ("offload_rollout", "onload_train", "offload_train", "onload_rollout", "sync_weights"):
+        assert sorted(run.metric(f"perf/stage/{stage}_time")) == [0, 1, 2], stage
+    assert (tmp_path / "save" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
     assert 0 < run.metric("rollout/raw_reward")[0] < 1  # the judge has an opinion
     verdicts = [json.loads(line) for line in (run.run_dir / "judge.jsonl").read_text().splitlines()]
     assert len(verdicts) >= 3 * 16

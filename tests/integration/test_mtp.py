@@ -44,7 +44,7 @@ def alone(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     mimo = as_float64(checkpoint, tmp_path_factory.mktemp("alone") / "mimo")
     mtp.as_mimo(mimo)
     arguments = {"checkpoint": mimo, "plain": checkpoint, "scenarios": SCENARIOS, "steps": STEPS}
-    found = run_distributed("tests.support.mtp_ranks:one_process", 1, arguments, timeout=300)[0]
+    found = run_distributed("tests.support.mtp_ranks:one_process", 1, arguments, timeout=300, fresh=True)[0]
     for result in found.values():
         for kind in {"gradients", "weights"} & result.keys():
             result[kind] = {name: torch.from_numpy(array) for name, array in result[kind].items()}

@@ -223,7 +223,7 @@ def test_changes_taken_in_place_are_what_a_full_load_gives(
 
 @pytest.mark.parametrize(
     "signum",
-    [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGSTOP],
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)],
     ids=["killed", "stopped"],
 )
 def test_a_push_survives_an_engine_that_is_lost_in_the_middle_of_it(

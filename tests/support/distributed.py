@@ -5,25 +5,31 @@
 Every rank finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment and calls
 ``function(**kwargs)``. What it returns (anything ``torch.save`` takes) is returned in rank order. When a rank fails, or
 the deadline passes, all ranks are killed and the failing ranks' last lines are in the error.
+
+Importing torch and megatron-core costs a rank seven seconds of CPU. So ranks are forked from one process that has
+imported them (``tests.support.preloaded``); ``fresh`` ranks, those with an environment of their own and those on a GPU
+import everything themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 LAST_LINES = 60
+PRELOADED = ["pytest", "tests.support.preloaded"]
 # Device -> environment: tests are of the CPU unless they ask for a GPU, on machines with one too.
 DEVICES: dict[str, dict[str, str]] = {"cpu": {"CUDA_VISIBLE_DEVICES": ""}, "cuda": {}}
 
@@ -43,8 +49,11 @@ def run_distributed(
     timeout: float = 240.0,
     env: dict[str, str] | None = None,
     device: str = "cpu",
+    fresh: bool = False,
 ) -> list[Any]:
     """Return ``[result of rank 0, result of rank 1, ...]`` of ``module:function``, on CPUs or each on its own GPU.
+
+    ``fresh``: the function has to come before the first import of Megatron, as ``float64.enable`` has.
 
     Raises RuntimeError with the ranks' last lines when one fails, TimeoutError when ``timeout`` seconds pass. No
     process outlives the call.
@@ -52,13 +61,27 @@ def run_distributed(
     import torch
 
     port = free_port()
+    fresh = fresh or bool(env) or device != "cpu"
     with tempfile.TemporaryDirectory(prefix="slime-ranks-") as folder:
         directory = Path(folder)
         torch.save(kwargs or {}, directory / "kwargs.pt")
-        ranks: list[subprocess.Popen[bytes]] = []
+        ranks: list[BaseProcess] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(target, rank, world_size, port, directory, {**DEVICES[device], **(env or {})}))
+                environment = {
+                    "OMP_NUM_THREADS": "1",
+                    **os.environ,
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world_size),
+                    "LOCAL_RANK": str(rank),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+                    **DEVICES[device],
+                    **(env or {}),
+                }
+                (directory / f"log-{rank}.txt").touch()
+                ranks.append(_start(target, directory, environment, fresh))
             _wait(ranks, target, timeout, directory)
             return [torch.load(directory / f"result-{rank}.pt", weights_only=False) for rank in range(world_size)]
         finally:
@@ -66,35 +89,18 @@ def run_distributed(
                 _kill(process)
 
 
-def _start(
-    target: str, rank: int, world_size: int, port: int, directory: Path, env: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        **os.environ,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        **env,
-    }
-    with open(directory / f"log-{rank}.txt", "wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.distributed", target, str(directory)],
-            cwd=ROOT,
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+def _start(target: str, directory: Path, environment: dict[str, str], fresh: bool) -> BaseProcess:
+    context = multiprocessing.get_context("spawn" if fresh else "forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=_rank, args=(target, directory, environment))
+    process.start()
+    return process
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], target: str, timeout: float, directory: Path) -> None:
+def _wait(ranks: list[BaseProcess], target: str, timeout: float, directory: Path) -> None:
     deadline = time.monotonic() + timeout
     while True:
-        codes = [process.poll() for process in ranks]
+        codes = [process.exitcode for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
             time.sleep(1.0)  # the others often say why within a moment
@@ -110,22 +116,34 @@ def _wait(ranks: list[subprocess.Popen[bytes]], target: str, timeout: float, dir
         time.sleep(0.05)
 
 
-def _logs(ranks: list[subprocess.Popen[bytes]], directory: Path) -> str:
+def _logs(ranks: list[BaseProcess], directory: Path) -> str:
     parts = []
     for rank, process in enumerate(ranks):
         lines = (directory / f"log-{rank}.txt").read_text(errors="replace").splitlines()[-LAST_LINES:]
-        parts.append(f"--- rank {rank} (exit status {process.poll()})\n" + "\n".join(lines))
+        parts.append(f"--- rank {rank} (exit status {process.exitcode})\n" + "\n".join(lines))
     return "\n".join(parts)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the rank and what it forked: it leads a session of its own."""
+def _kill(process: BaseProcess) -> None:
+    """Kill the rank and what it forked: it leads a session of its own, once it has begun."""
+    process.kill()
+    assert process.pid, "a rank that was started has a pid"
     with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
+    process.join(timeout=30)
 
 
-def _run_rank(target: str, directory: Path) -> int:
+def _rank(target: str, directory: Path, environment: dict[str, str]) -> None:
+    """Be a rank: run ``target`` in a session of its own with ``environment``, and leave its result in ``directory``."""
+    os.setsid()
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = environment["RANK"]
+    with (directory / f"log-{rank}.txt").open("wb") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    multiprocessing.set_start_method(None, force=True)  # a rank's own children are those of any program
     import torch
 
     module_name, _, function_name = target.partition(":")
@@ -136,13 +154,7 @@ def _run_rank(target: str, directory: Path) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # the other ranks may be stuck in a collective: do not wait for them at exit
-    rank = os.environ["RANK"]
     torch.save(result, directory / f"partial-{rank}.pt")
     os.replace(directory / f"partial-{rank}.pt", directory / f"result-{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(_run_rank(sys.argv[1], Path(sys.argv[2])))

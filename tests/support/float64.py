@@ -8,6 +8,7 @@ imported. Weights must come from a checkpoint in float64 (see ``as_float64``): f
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,14 @@ import torch
 
 
 def enable() -> None:
-    """Redefine float32 in this process. Call before anything of megatron-core is imported; there is no way back."""
+    """Redefine float32 in this process. Call before anything of megatron-core is imported; there is no way back.
+
+    Raises RuntimeError when megatron-core is imported already: start the rank with ``fresh=True``.
+    """
     if torch.float32 is torch.float64:
         return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core is imported: start the rank with run_distributed(..., fresh=True)")
     torch.float32 = torch.float = torch.float64  # type: ignore[misc]
     torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)

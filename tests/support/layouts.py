@@ -267,7 +267,9 @@ def measure(
     for ranks in sorted({LAYOUTS[name].ranks for _, name in wanted}):
         here = [case for case in wanted if LAYOUTS[case[1]].ranks == ranks]
         arguments = {"paths": paths, "precision": precision, "cases": here}
-        reports = run_distributed("tests.support.layouts:train_cases", ranks, arguments, timeout=timeout)
+        reports = run_distributed(
+            "tests.support.layouts:train_cases", ranks, arguments, timeout=timeout, fresh=precision == FLOAT64
+        )
         found.update({case: Result(**report) for case, report in zip(here, reports[-1], strict=True)})
     return found
 
