@@ -191,11 +191,11 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     )
 
 
-def padded_vocab_size(args: Namespace) -> int:
+def padded_vocab_size(args: Args) -> int:
     """Return the rows of the embedding: ``padded_vocab_size`` when given, else ``vocab_size`` rounded up.
 
     It is rounded to a multiple of ``make_vocab_size_divisible_by`` times the tensor-parallel size, as in Megatron-LM.
-    Raises ValueError for a given size that the tensor-parallel ranks cannot divide.
+    Raises ValueError for a given size that the tensor-parallel ranks cannot divide, and without either size.
     """
     tp = int(_get(args, "tensor_model_parallel_size", 1))
     given = _get(args, "padded_vocab_size")
@@ -203,8 +203,10 @@ def padded_vocab_size(args: Namespace) -> int:
         if given % tp:
             raise ValueError(f"--padded-vocab-size {given} is not a multiple of --tensor-model-parallel-size {tp}")
         return int(given)
+    if args.vocab_size is None:
+        raise ValueError("neither --vocab-size nor --padded-vocab-size is known: give one, or --hf-checkpoint")
     multiple = int(_get(args, "make_vocab_size_divisible_by", 128)) * tp
-    return -(-int(args.vocab_size) // multiple) * multiple
+    return -(-args.vocab_size // multiple) * multiple
 
 
 def default_ffn_hidden_size(hidden: int, gated: bool) -> int:
