@@ -18,7 +18,7 @@ from slime.backends.sglang_utils import engine as engine_module
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.errors import EngineStartError
 from slime.backends.sglang_utils.ports import reserve_ports
-from slime.utils.process_supervisor import descendants
+from slime.utils.process_supervisor import descendants, parents
 from tests.support.engines import engine_args
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -135,17 +135,29 @@ def test_a_taken_port_a_dead_scheduler_and_a_stop_that_leaves_nothing(
     engine.start()
     engine.wait_ready(180)
     assert engine.poll() is None
+    stop_without_a_trace(engine)
+
+
+def test_a_forked_engine_leaves_nothing_either(
+    new_engine: Callable[..., EngineProcess], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    engine = new_engine(checkpoint)
+    engine.start()
+    engine.wait_ready(180)
+    (supervisor,) = [parent for pid, parent in parents().items() if pid == engine.pid]
+    assert b"fork server" in Path(f"/proc/{parents()[supervisor]}/cmdline").read_bytes()
+    stop_without_a_trace(engine)
+
+
+def stop_without_a_trace(engine: EngineProcess) -> None:
+    """Stop a running engine: within seconds no process of it is left, and no file."""
+    assert engine._scratch is not None
+    scratch = engine._scratch.path
     server = engine.pid or 0
     family = [server, *descendants(server)]
     shared_memory = mapped_shared_memory(family)
-    assert shared_memory
-    scratch = Path(
-        next(
-            e.partition("=")[2]
-            for e in Path(f"/proc/{server}/environ").read_bytes().decode().split("\0")
-            if e.startswith("TMPDIR=")
-        )
-    )
+    assert [path for path in shared_memory if scratch.name in path], shared_memory
     assert scratch.is_dir()
     started = time.monotonic()
     engine.stop()

@@ -152,7 +152,9 @@ class EngineProcess:
             # Experts that talk through NIXL want a TCP store of SGLang's own.
             meets_at_file=self._spec.nnodes == 1 and self.args.sglang_moe_a2a_backend != "nixl",
         )
-        forks = fork_server_of_engines() if self.args.device_type == "cpu" else None
+        # Prefill and decode engines load other parts of the plug-in.
+        may_fork = self.args.device_type == "cpu" and self._spec.worker_type == "regular"
+        forks = fork_server_of_engines() if may_fork else None
         self._process = spawn(command, env, self.log_path, self.name, fork_server=forks)
         self._started_at = time.monotonic()
         logger.info("%s: pid %d, %s, log %s", self.name, self._process.pid, self.info.url, self.log_path)

@@ -11,12 +11,12 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 
 def with_name_of_scratch(path: str, *args: object, **kwargs: object) -> str:
-    """After ``shm_path_for``: put the name of the engine's own temporary directory first."""
+    """After ``shm_path_for``: put the name of the engine's own temporary directory first, if it has one."""
     directory, name = os.path.split(path)
-    return os.path.join(directory, f"{os.path.basename(os.environ['TMPDIR'])}-{name}")
+    scratch = os.environ.get("TMPDIR")  # read here: hooks may have been registered before the engine was forked
+    return os.path.join(directory, f"{os.path.basename(scratch)}-{name}") if scratch else path
 
 
 def register() -> None:
-    """Register the hook, when the engine has a private directory."""
-    if os.environ.get("TMPDIR"):
-        HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", with_name_of_scratch, HookType.AFTER)
+    """Register the hook."""
+    HookRegistry.register("sglang.srt.managers.load_snapshot.shm_path_for", with_name_of_scratch, HookType.AFTER)
