@@ -51,8 +51,8 @@ def engine_and_router(args: Namespace, folder: Path) -> Iterator[tuple[EnginePro
 class Reference:
     """Log-probs of a checkpoint by transformers: an implementation that shares nothing with the engine."""
 
-    def __init__(self, checkpoint: str | Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    def __init__(self, checkpoint: str | Path, model: Any = None) -> None:
+        self.model = (model or AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)).eval()
 
     def log_probs(self, prompt: list[int], output: list[int], temperature: float = 1.0) -> torch.Tensor:
         """Return ``[len(output)]``: log p of each output token given what is before it, at ``temperature``."""
@@ -60,6 +60,12 @@ class Reference:
             logits = self.model(torch.tensor([prompt + output])).logits[0]
         table = torch.log_softmax(logits[len(prompt) - 1 : -1].float() / temperature, dim=-1)
         return table.gather(1, torch.tensor(output)[:, None])[:, 0]
+
+    def are_best(self, prompt: list[int], output: list[int]) -> bool:
+        """Return True if each output token is the likeliest one given what is before it."""
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        return bool((logits.argmax(dim=-1) == torch.tensor(output)).all())
 
 
 def output_log_probs(reply: dict[str, Any]) -> torch.Tensor:

@@ -32,6 +32,8 @@ SIGMOID = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+PUBLISHED: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""What SGLang reads in a published config of this architecture, and transformers takes for granted."""
 HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "full_attention_interval": 2, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
@@ -63,19 +65,19 @@ FAMILIES: dict[str, Tiny] = {
     "deepseek_v3": Tiny(
         "deepseek_v3",
         {**LATENT, **SIGMOID, "rope_parameters": YARN, "n_group": 2, "n_routed_experts": 8},
-        {"num_nextn_predict_layers": 1},
+        {"num_nextn_predict_layers": 1, **PUBLISHED},
         ("model.layers.2.eh_proj.weight",),
     ),
     "deepseek_v3-dense": Tiny(  # without experts tensor parallelism goes without sequence parallelism
         "deepseek_v3",
         {**LATENT, **SIGMOID, "rope_parameters": YARN, "first_k_dense_replace": 2},
-        {"n_routed_experts": 0, "n_shared_experts": 0},
+        {"n_routed_experts": 0, "n_shared_experts": 0, **PUBLISHED},
     ),
-    "moonlight": Tiny("deepseek_v3", {**LATENT, **SIGMOID, "q_lora_rank": None, "n_shared_experts": 2}),
+    "moonlight": Tiny("deepseek_v3", {**LATENT, **SIGMOID, "q_lora_rank": None, "n_shared_experts": 2}, PUBLISHED),
     "kimi_k2": Tiny(
         "deepseek_v3",
         {**LATENT, **SIGMOID, "rope_parameters": {**YARN, "beta_fast": 1.0}},
-        {"model_type": "kimi_k2"},
+        {"model_type": "kimi_k2", **PUBLISHED},
     ),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENT, **SIGMOID}),
     "glm4_moe": Tiny(
@@ -118,7 +120,7 @@ def families_of(layout: str) -> list[str]:
 CASES = [(name, layout) for layout in LAYOUTS for name in families_of(layout)]
 
 
-def make_checkpoint(folder: Path, name: str) -> str:
+def make_checkpoint(folder: Path, name: str, *, seed: int = 11) -> str:
     """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -137,14 +139,14 @@ def make_checkpoint(folder: Path, name: str) -> str:
             "text_config": written,
         }
     (path / "config.json").write_text(json.dumps(written))
-    _rewrite_tensors(path / "model.safetensors", tiny)
+    _rewrite_tensors(path / "model.safetensors", tiny, seed)
     return str(path)
 
 
-def _rewrite_tensors(path: Path, tiny: Tiny) -> None:
+def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
     from safetensors.torch import load_file, save_file
 
-    generator = torch.Generator().manual_seed(11)
+    generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, tensor in load_file(path).items():
         noise = torch.randn(tensor.shape, generator=generator)
@@ -165,16 +167,22 @@ def _as_in_a_whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Te
     return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in found.items()}
 
 
-def reference(checkpoint: str, name: str) -> Reference:
-    """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
-    from safetensors.torch import load_file
+def language_model(checkpoint: str, name: str) -> Any:
+    """Return the model that transformers makes of the checkpoint, in fp32."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tiny = FAMILIES[name]
     config = CONFIG_MAPPING[tiny.whole or tiny.model_type].from_pretrained(checkpoint)
     config.model_type = tiny.whole or tiny.model_type  # by which transformers finds how experts are stored
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+
+
+def reference(checkpoint: str, name: str) -> Reference:
+    """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
+    from safetensors.torch import load_file
+
+    tiny, model = FAMILIES[name], language_model(checkpoint, name)
     vocab_size = model.config.get_text_config().vocab_size
     logits = torch.cat([model(s[None]).logits[0] for s in sequences(vocab_size)])
     (logits * output_gradient(vocab_size)).sum().backward()
