@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.integration
 
 PROMPTS = [[(7 * i + 11 * k) % SIZES["vocab_size"] for k in range(length)] for i, length in enumerate((5, 40, 23, 70))]
 LATENT = ("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite")
-TOLERANCE = dict.fromkeys(LATENT, 1e-5)
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+TOLERANCE = {**dict.fromkeys((*LATENT, "minimax_m2"), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5)}
+"""Tiny delta nets multiply the rounding of their states: transformers with its cache and without differs by 2e-5."""
 
 
 @pytest.mark.parametrize("family", TOLERANCE)
@@ -31,7 +34,7 @@ def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         engine.wait_ready()
         client = engine.client(timeout=120)
         for checkpoint in (old, new):
-            reference = Reference(checkpoint, language_model(checkpoint, family))
+            reference = Reference(checkpoint, with_exact_rule(language_model(checkpoint, family)))
             turns = check(client, reference, PROMPTS, TOLERANCE[family])
             check(client, reference, turns, TOLERANCE[family], cached=True)
             client.update_weights_from_disk(new, weight_version="new")
@@ -57,3 +60,28 @@ def check(
         assert difference <= tolerance, f"{len(prompt)} tokens, {difference:.1e}"
         assert i % 2 or reference.are_best(prompt, output)
     return [[*prompt, *reply["output_ids"], 9] for prompt, reply in zip(prompts, replies, strict=True)]
+
+
+def with_exact_rule(model: Any) -> Any:
+    """Replace the delta rule of transformers, which is up to 1e-4 off in log-probs: it subtracts sums in fp32."""
+    model.config.use_cache = False
+    for module in model.modules():
+        if hasattr(module, "chunk_gated_delta_rule"):
+            module.chunk_gated_delta_rule = delta_rule
+    return model
+
+
+def delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: object
+) -> tuple[torch.Tensor, None]:
+    """Apply it in fp64, token by token; query, key, value: [1, tokens, heads, dim], g, beta: [1, tokens, heads]."""
+    q, k, v = (x[0].double() for x in (query, key, value))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    state = torch.zeros(k.shape[1], k.shape[2], v.shape[2], dtype=torch.float64)
+    outputs = []
+    for t in range(len(v)):
+        state = state * g[0, t].double().exp()[:, None, None]
+        found = torch.einsum("hkv,hk->hv", state, k[t])
+        state = state + torch.einsum("hk,hv->hkv", k[t], (v[t] - found) * beta[0, t].double()[:, None])
+        outputs.append(torch.einsum("hkv,hk->hv", state, q[t]) / q.shape[2] ** 0.5)
+    return torch.stack(outputs)[None].to(value.dtype), None

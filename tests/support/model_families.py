@@ -33,10 +33,11 @@ SIGMOID = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "norm_topk_prob": True, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 PUBLISHED: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""What SGLang reads in a published config of this architecture, and transformers takes for granted."""
+INTERVAL = {"full_attention_interval": 2}
+"""Both: what SGLang reads in the published configs of these architectures, and transformers does not write."""
 HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "full_attention_interval": 2, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
+    **INTERVAL, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
 }  # fmt: skip
 SHARED_EXPERT = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
@@ -86,15 +87,16 @@ FAMILIES: dict[str, Tiny] = {
     "minimax_m2": Tiny(
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "rope_parameters": PARTIAL_ROPE},
+        {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     ),
-    "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, {}, ("mtp.fc.weight",)),
-    "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}),
-    "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}),
+    "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
+    "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL),
+    "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, INTERVAL),
     "qwen3_5-whole": Tiny(
-        "qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, {}, ("model.visual.norm.weight",), "qwen3_5"
+        "qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL, ("model.visual.norm.weight",), "qwen3_5"
     ),
     "qwen3_5_moe-whole": Tiny(
-        "qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, {}, ("model.visual.norm.weight",), "qwen3_5_moe"
+        "qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("model.visual.norm.weight",), "qwen3_5_moe"
     ),
 }
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")

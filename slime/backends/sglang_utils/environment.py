@@ -42,6 +42,8 @@ CPU_DEFAULTS = {
     "SGLANG_USE_CPU_ENGINE": "1",
     # Engines and trainers share the cores: more threads lose a factor of 5-10 under load and win little when idle.
     "OMP_NUM_THREADS": "1",
+    # Of what the convolutions of delta nets have seen: bf16 would be the only rounded part of an fp32 engine.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
     # Between prefill and decode engines.
     **UCX_OVER_TCP,
     "MOONCAKE_PROTOCOL": "tcp",
