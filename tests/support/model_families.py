@@ -122,7 +122,7 @@ def families_of(layout: str) -> list[str]:
 CASES = [(name, layout) for layout in LAYOUTS for name in families_of(layout)]
 
 
-def make_checkpoint(folder: Path, name: str, *, seed: int = 11) -> str:
+def make_checkpoint(folder: Path, name: str, *, seed: int = 11, **sizes: Any) -> str:
     """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -130,7 +130,7 @@ def make_checkpoint(folder: Path, name: str, *, seed: int = 11) -> str:
     tiny, path = FAMILIES[name], folder / name
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[tiny.model_type](**{**SIZES, **tiny.fields})
+        config = CONFIG_MAPPING[tiny.model_type](**{**SIZES, **tiny.fields, **sizes})
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
     written = {**json.loads((path / "config.json").read_text()), **tiny.config}
