@@ -76,14 +76,15 @@ def chunk_gated_delta_rule_cpu(
 ) -> tuple[torch.Tensor, None, None]:
     """Apply the rule to the tokens of several sequences; q, k, v, and the output: [1, tokens, heads, dim]."""
     assert use_qk_l2norm_in_kernel and not head_first
-    heads = [x.transpose(0, 1) for x in (*_normalized(q[0], k[0], v.shape[2]), v[0].float(), g[0], beta[0])]
+    query, key = _normalized(q[0], k[0], v.shape[2])
+    query, key, value, decay, share = (x.transpose(0, 1) for x in (query, key, v[0].float(), g[0], beta[0]))
     output = torch.empty_like(v)
     for slot, start, end in _sequences(initial_state_indices, cu_seqlens):
         state = initial_state[slot].float()
         for first in range(start, end, CHUNK):
-            tokens = slice(first, min(first + CHUNK, end))
-            attended, state = _chunk(*(x[:, tokens] for x in heads), state)
-            output[0, tokens] = attended.transpose(0, 1).to(v.dtype)
+            t = slice(first, min(first + CHUNK, end))
+            attended, state = _chunk(query[:, t], key[:, t], value[:, t], decay[:, t], share[:, t], state)
+            output[0, t] = attended.transpose(0, 1).to(v.dtype)
         initial_state[slot] = state.to(initial_state.dtype)
     return output, None, None
 
