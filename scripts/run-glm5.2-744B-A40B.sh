@@ -5,8 +5,9 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/lib/recipe.sh"
 source "$SCRIPTS/models/glm5.2-744B-A40B.sh"
 
-# 78 layers: seven stages of 10 and a last one of 8. Eight context-parallel ranks hold sequences of 8 x MAX_TOKENS.
-: "${NODES:=32}" "${TP:=4}" "${PP:=8}" "${LAST_STAGE:=8}" "${CP:=8}" "${EP:=32}"
+# 78 layers: 14, six stages of 8, and 16. Layers 0, 1, 2, 6, 10, ... select keys, the others use their selections, and
+# every stage must begin with one that selects. Eight context-parallel ranks hold sequences of 8 x MAX_TOKENS.
+: "${NODES:=32}" "${TP:=4}" "${PP:=8}" "${FIRST_STAGE:=14}" "${LAST_STAGE:=16}" "${CP:=8}" "${EP:=32}"
 : "${ENGINE_GPUS:=64}" "${ENGINE_DP:=8}" "${MAX_TOKENS:=16384}"
 : "${SGLANG_CONFIG:=$SCRIPTS/configs/glm5.2-744B-A40B-sglang.yaml}"
 RM_TYPE=deepscaler ROLLOUT_BATCH_SIZE=64 MAX_RESPONSE_LEN=65536 EVAL_MAX_RESPONSE_LEN=65536

@@ -78,6 +78,9 @@ ABOUT_FAMILIES = """
   context-parallel rank holds and computes them whole (see
   [attention of your own](../get_started/customization.md#model)).
 * With experts, tensor parallelism needs sequence parallelism.
+* The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
+  with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their
+  own, or which selection they use, is not said by their configs.
 * Of Qwen3.5's vision-language checkpoints the language model is trained, on prompts without images.
 * Parts that are not trained (vision towers, without `--mtp-num-layers` also
   [MTP layers](../advanced/multi_token_prediction.md)) are carried over into an export as they
@@ -91,12 +94,6 @@ These cannot be expressed, and loading one says why:
 """
 NOT_EXPRESSIBLE = [
     ["Family", "`model_type`", "Why"],
-    [
-        "GLM-5, DeepSeek-V3.2",
-        "`glm_moe_dsa`, `deepseek_v32`",
-        "an indexer chooses the tokens a query sees; megatron-core has this for one sequence per row only, and slime "
-        "packs several",
-    ],
     ["Qwen3-VL, and Qwen3.5 with images", "`qwen3_vl`, `qwen3_vl_moe`", "megatron-core has no such vision towers"],
 ]
 SCRIPTS_OPENING = """

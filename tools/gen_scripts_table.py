@@ -27,7 +27,6 @@ _SEVERAL = re.compile(r"not available yet in this version; [^:]*: (--.*)")
 # What the refused flags stand for, by the names of flags.
 FEATURES: dict[str, tuple[str, ...]] = {
     "DeepEP": ("--moe-enable-deepep", "--moe-token-dispatcher-type"),
-    "sparse attention": ("--enable-experimental", "--allgather-cp", "--dsa-*", "--spec"),
     "routing replay": ("--use-*routing-replay",),
     "INT4 QAT": ("--train-env-vars",),
 }  # fmt: skip

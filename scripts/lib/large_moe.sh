@@ -3,7 +3,7 @@
 # Adam on the host. A script sources this file after lib/recipe.sh and after setting what differs from model to model:
 #
 #   NODES TP PP CP EP         layout of the trainer; MAX_TOKENS per GPU and the engines are the script's own
-#   LAST_STAGE                layers of the last pipeline stage; empty where all stages have the same number
+#   FIRST_STAGE, LAST_STAGE   layers of the first and the last pipeline stage; empty where they have as many as others
 #   RM_TYPE                   --rm-type
 #   ROLLOUT_BATCH_SIZE        prompts of a rollout; with 8 responses each, they are the batch of one optimizer step
 #   MAX_RESPONSE_LEN, EVAL_MAX_RESPONSE_LEN
@@ -39,7 +39,8 @@ EVAL_ARGS=(
 
 PERF_ARGS+=(
     --tensor-model-parallel-size "$TP" --sequence-parallel
-    --pipeline-model-parallel-size "$PP" ${LAST_STAGE:+--decoder-last-pipeline-num-layers "$LAST_STAGE"}
+    --pipeline-model-parallel-size "$PP" ${FIRST_STAGE:+--decoder-first-pipeline-num-layers "$FIRST_STAGE"}
+    ${LAST_STAGE:+--decoder-last-pipeline-num-layers "$LAST_STAGE"}
     --context-parallel-size "$CP"
     --expert-model-parallel-size "$EP" --expert-tensor-parallel-size 1
 )

@@ -14,5 +14,4 @@ MODEL_ARGS=(
     --moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-pre-softmax
     --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 --moe-aux-loss-coeff 0 --moe-router-bias-update-rate 0
     --moe-router-load-balancing-type seq_aux_loss
-    --enable-experimental --allgather-cp
 )

@@ -21,7 +21,6 @@ NOT_YET_VARIABLES: tuple[str, ...] = (
 
 # Layer specifications that have their name only: megatron-core cannot express what they would build.
 NOT_YET_SPECS: dict[str, str] = {
-    "slime_plugins.models.glm5.glm5": "megatron-core's sparse attention does not take packed sequences",
     "slime_plugins.models.qwen3_5_vl": (
         "megatron-core has no such vision tower; --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec trains the "
         "language model of the same checkpoint"

@@ -19,13 +19,9 @@ _QUANTIZED = {
     **dict.fromkeys(("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-base"), "fp8"),
     "kimi-k2-thinking": "int4",
 }
-_SPARSE = (
-    "its sparse attention, where an indexer chooses the tokens that a query sees, is in megatron-core for one sequence "
-    "per row only, and slime packs several"
-)
 _TOWER = "megatron-core has no vision tower whose features enter several layers"
 # Families without a weight map, and why, where there is a reason to give.
-UNSUPPORTED = {"glm_moe_dsa": _SPARSE, "deepseek_v32": _SPARSE, "qwen3_vl": _TOWER, "qwen3_vl_moe": _TOWER}
+UNSUPPORTED = {"qwen3_vl": _TOWER, "qwen3_vl_moe": _TOWER}
 
 _QUANTIZATION = re.compile(r"[-_.](fp8|int4|bf16|fp16)$")
 

@@ -60,6 +60,27 @@ def is_latent(config: Config) -> bool:
     return config.get("kv_lora_rank") is not None
 
 
+def selecting_layers(config: Config) -> list[bool]:
+    """One entry per layer of sparse attention, True where an indexer of its own selects; empty for other models.
+
+    The other layers use the selection of the last one before them that has one.
+    """
+    layers = _count(config, "num_hidden_layers")
+    if not _count(config, "index_topk"):
+        return []
+    kinds = config.get("indexer_types") or config.get("index_topk_pattern")
+    if kinds:
+        return [str(kind) in ("full", "F") for kind in kinds]
+    every, first = _count(config, "index_topk_freq") or 1, config.get("index_skip_topk_offset")
+    skipped = 2 if first is None else int(first)
+    return [max(i - skipped + 1, 0) % every == 0 for i in range(layers)]
+
+
+def interleaves_indexer(config: Config) -> bool:
+    """Return True if the indexer rotates neighboring numbers together: GLM's does, unless the config says otherwise."""
+    return bool(config.get("indexer_rope_interleave", config.get("model_type") == "glm_moe_dsa"))
+
+
 def experts(config: Config) -> tuple[str, int] | None:
     """The key and the number of routed experts; None for a dense model."""
     return _first(config, "n_routed_experts", "num_experts", "num_local_experts")

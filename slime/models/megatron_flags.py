@@ -291,7 +291,7 @@ def _router_flags(config: Config, family: Config) -> Iterator[ModelFlag]:
     )
     if isinstance(config.get("n_group"), int):
         # A single group limits nothing; the router of DeepSeek-V3 and its relatives is written with it all the same.
-        written = config["n_group"] > 1 or config.get("model_type") in ("deepseek_v3", "kimi_k2")
+        written = config["n_group"] > 1 or config.get("model_type") in ("deepseek_v3", "deepseek_v32", "kimi_k2")
         yield ModelFlag("router", "--moe-router-num-groups", config["n_group"], "n_group", written=written)
         yield ModelFlag("router", "--moe-router-group-topk", config.get("topk_group"), "topk_group", written=written)
     scale = config.get("routed_scaling_factor")

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from slime.models import hf_fields
+
 if TYPE_CHECKING:
     from slime.arguments.args import Args
 
@@ -21,10 +23,11 @@ DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 class LayerKind(NamedTuple):
-    """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP."""
+    """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP, an indexer."""
 
     linear: bool
     moe: bool
+    indexer: bool = False
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,10 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     linear, linear_layers = _linear_attention(args, config, remarks)
     experts = _experts(args)
     moe_layers = moe_layer_pattern(_get(args, "moe_layer_freq", 1), args.num_layers)
+    indexer = _indexer(args, config, remarks)
+    selects = [indexer is not None] * int(args.num_layers)
+    if indexer is not None and len(told := hf_fields.selecting_layers(dict(config))) == args.num_layers:
+        selects = told
     heads, hidden = int(args.num_attention_heads), int(args.hidden_size)
     gated = bool(_get(args, "swiglu", False) or _get(args, "gated_linear_unit", False))
     return ModelShape(
@@ -168,8 +175,8 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         vocab=padded_vocab_size(args),
         vocab_unpadded=int(vocab),
         kinds=tuple(
-            LayerKind(linear=is_linear, moe=experts is not None and bool(is_moe))
-            for is_linear, is_moe in zip(linear_layers, moe_layers, strict=True)
+            LayerKind(linear=is_linear, moe=experts is not None and bool(is_moe), indexer=selecting)
+            for is_linear, is_moe, selecting in zip(linear_layers, moe_layers, selects, strict=True)
         ),
         gated=gated,
         untied=bool(_get(args, "untie_embeddings_and_output_weights", False)),
@@ -185,7 +192,7 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         latent=_latent(args) if _get(args, "multi_latent_attention", False) else None,
         experts=experts,
         linear=linear,
-        indexer=_indexer(args, config, remarks),
+        indexer=indexer,
         mtp=int(_get(args, "mtp_num_layers", 0)),
         remarks=tuple(remarks),
     )
@@ -313,6 +320,6 @@ def _indexer(args: Args, config: Mapping[str, Any], remarks: list[str]) -> Index
     dim = _get(args, "dsa_indexer_head_dim") or config.get("index_head_dim")
     if heads and dim:
         return Indexer(int(heads), int(dim))
-    if "glm5" in _spec(args):
+    if any(family in _spec(args) for family in ("glm5", "deepseek_v32")):
         remarks.append("the indexer of sparse attention is not counted: no flag describes it")
     return None

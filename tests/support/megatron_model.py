@@ -119,7 +119,7 @@ def hf_gradients(model: list[torch.nn.Module], args: Namespace) -> list[tuple[st
     with torch.no_grad():
         for chunk in model:
             for parameter in chunk.parameters():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad) if parameter.requires_grad else parameter.zero_()
     return [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)]
 
 

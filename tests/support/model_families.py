@@ -35,6 +35,7 @@ SIGMOID = {
 PUBLISHED: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 INTERVAL = {"full_attention_interval": 2}
 """Both: what SGLang reads in the published configs of these architectures, and transformers does not write."""
+SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}  # with few heads many scores are 0, which tie
 HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     **INTERVAL, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
@@ -81,6 +82,13 @@ FAMILIES: dict[str, Tiny] = {
         {"model_type": "kimi_k2", **PUBLISHED},
     ),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENT, **SIGMOID}),
+    "deepseek_v32": Tiny("deepseek_v32", {**LATENT, **SIGMOID, **SPARSE, "num_experts": 4, "rope_parameters": YARN}),
+    "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True}),
+    "glm5.2": Tiny(  # every second layer uses the selection of the one before it
+        "glm_moe_dsa",
+        {**LATENT, **SIGMOID, **SPARSE, "num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {"indexer_rope_interleave": True},
+    ),
     "glm4_moe": Tiny(
         "glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "rope_parameters": PARTIAL_ROPE}
     ),
@@ -177,7 +185,10 @@ def language_model(checkpoint: str, name: str) -> Any:
     tiny = FAMILIES[name]
     config = CONFIG_MAPPING[tiny.whole or tiny.model_type].from_pretrained(checkpoint)
     config.model_type = tiny.whole or tiny.model_type  # by which transformers finds how experts are stored
-    return AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
+    if tiny.model_type == "glm_moe_dsa":
+        _interleave_indexers(model)
+    return model
 
 
 def reference(checkpoint: str, name: str) -> Reference:
@@ -195,6 +206,23 @@ def reference(checkpoint: str, name: str) -> Reference:
     else:
         gradients = _per_expert(gradients, tiny.model_type)
     return Reference(logits.detach(), weights, gradients)
+
+
+def _interleave_indexers(model: torch.nn.Module) -> None:
+    """Let the indexers of GLM rotate neighboring numbers together, as the published models do.
+
+    transformers 5.12 rotates those half of the rotated part apart. That of ``x`` with its even numbers before the odd
+    ones is what the published models compute of ``x``: scores depend on no order.
+    """
+    for layer in model.model.layers:
+        if (indexer := layer.self_attn.indexer) is None:
+            continue
+        rotated, size = indexer.qk_rope_head_dim, indexer.head_dim
+        order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, size)]
+        with torch.no_grad():
+            indexer.wq_b.weight.copy_(indexer.wq_b.weight.unflatten(0, (-1, size))[:, order].flatten(0, 1))
+            for parameter in (indexer.wk.weight, indexer.k_norm.weight, indexer.k_norm.bias):
+                parameter.copy_(parameter[order].clone())
 
 
 def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
@@ -217,12 +245,14 @@ def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str
     return found
 
 
-def all_families(checkpoints: dict[str, str], scratch: str) -> dict[str, Any]:
-    """Return what every layout makes of every family on this rank; exports are written under tp2-sp and pp2."""
+def some_families(checkpoints: dict[str, str], scratch: str, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return what the layouts make of families on this rank, for ``cases`` of CASES; exports under tp2-sp and pp2."""
     results = {}
     for layout, flags in LAYOUTS.items():
-        switch_layout(model_args(checkpoints["deepseek_v3" if layout == "ep2" else "glm4"], *flags))
-        for name in families_of(layout):
+        names = [name for name in families_of(layout) if (name, layout) in cases]
+        if names:
+            switch_layout(model_args(checkpoints[names[0]], *flags))
+        for name in names:
             exported = {"tp2-sp": "tp2"}.get(layout, layout)  # the names under which the check exports
             folder = Path(scratch) / f"{name}-{layout}"
             results[f"{layout}/{name}"] = logits_and_weights(checkpoints[name], exported, flags, folder)

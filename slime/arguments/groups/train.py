@@ -38,9 +38,16 @@ class Train(ArgumentGroup):
     freeze_params_name_list: list[Pattern] | None = flag(
         None, "regular expressions searched in parameter names; what one matches is frozen"
     )
-    freeze_indexer: bool = flag(False, "freeze the indexer of sparse-attention layers", not_yet=True)
+    freeze_indexer: bool = flag(
+        False,
+        "freeze the indexer of sparse-attention layers",
+        inert="the indexer is never trained: the loss has no gradient by the choice of keys; leave it out",
+    )
     allgather_cp: bool = flag(
-        False, "contiguous context-parallel layout with gathered keys (sparse-attention models)", not_yet=True
+        False,
+        "contiguous context-parallel layout with gathered keys (sparse-attention models)",
+        inert="context-parallel ranks gather the keys of every sequence in any case, each having a zig-zag part of its "
+        "queries; leave it out",
     )
     quantization_aware_training: bool = flag(
         False, "compute with weights rounded as --hf-checkpoint stores them, and apply the gradients to the exact ones"

@@ -48,7 +48,7 @@ TRAITS: dict[str, Traits] = {
     "fp4": _NOT_YET,
     "moe_token_drop_policy": Traits(not_yet=("position",)),
     "experimental_attention_variant": _NOT_YET,
-    "enable_experimental": _NOT_YET,
+    "enable_experimental": Traits(inert="nothing that slime builds of megatron-core asks for it; leave it out"),
     "position_embedding_type": Traits(not_yet=("mrope", "yarn", "relative")),
     "ckpt_format": Traits(not_yet=("zarr", "fsdp_dtensor")),
     # mixture of experts: what drops or disturbs tokens routes otherwise in training than in passes before it

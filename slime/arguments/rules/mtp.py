@@ -41,7 +41,7 @@ def differences(args: Args, config: dict[str, Any]) -> list[str]:
     if wanted is None:
         return []
     family = facts.family_of(config) or {}
-    if "mtp_layers" not in family:
+    if family.get("mtp_layers") is None:
         if args.custom_model_provider_path:
             return []  # a model of the user's own
         return [f"--mtp-num-layers is {wanted} but the MTP layers of {config.get('model_type')} are not supported"]

@@ -5,13 +5,13 @@ weights are, and which ranks share them.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from slime.arguments.args import Args
 from slime.models.shape import LayerKind, ModelShape, shape_of
+from slime.models.stages import layout_stages, stage_letters
 from slime.preflight.plan.placement import TrainerRanks, unchecked_ranks_of
 
 
@@ -54,7 +54,7 @@ def parallel_of(args: Args) -> Parallel:
     ranks, layout = unchecked_ranks_of(args), args.pipeline_model_parallel_layout
     return Parallel(
         **vars(ranks),
-        vpp=len(_layout_stages(layout)) // ranks.pp if layout else args.virtual_pipeline_model_parallel_size or 1,
+        vpp=len(layout_stages(layout)) // ranks.pp if layout else args.virtual_pipeline_model_parallel_size or 1,
         sequence=bool(args.sequence_parallel) and ranks.tp > 1,
     )
 
@@ -66,12 +66,7 @@ def pipeline_chunks(args: Args, layers: int, mtp: int, parallel: Parallel) -> tu
     layers of their own, embedding and loss may count as a layer each, and a layout string (``Et*3|(tt|)*29,m|L``)
     says it all. Raises ValueError when the layers do not come out even.
     """
-    layout = args.pipeline_model_parallel_layout
-    if layout:
-        items = _layout_stages(layout)
-    else:
-        counts = _layers_per_rank(args, layers, parallel.pp)
-        items = _even_stages(args, counts, parallel.vpp, mtp)
+    items = stage_letters(args, layers, mtp, parallel.pp, parallel.vpp)
     if sum(item.count("t") for item in items) != layers or len(items) != parallel.pp * parallel.vpp:
         raise ValueError(
             f"{layers} layers cannot be spread over {parallel.pp} pipeline stages x {parallel.vpp} chunks like this"
@@ -82,48 +77,6 @@ def pipeline_chunks(args: Args, layers: int, mtp: int, parallel: Parallel) -> tu
         chunks.append(Chunk(range(start, stop), "E" in item, "L" in item, item.count("m")))
         start = stop
     return tuple(tuple(chunks[rank :: parallel.pp]) for rank in range(parallel.pp))
-
-
-def _layers_per_rank(args: Args, layers: int, pp: int) -> list[int]:
-    """Return the layers of each pipeline rank, where embedding and loss may count as one."""
-    first = args.decoder_first_pipeline_num_layers
-    last = args.decoder_last_pipeline_num_layers
-    if pp == 1 or (first is None and last is None):
-        counted = layers + args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
-        return [counted // pp] * pp
-    middle = pp - (first is not None) - (last is not None)
-    each = (layers - (first or 0) - (last or 0)) // middle if middle else 0
-    counts = [each] * pp
-    if first is not None:
-        counts[0] = first
-    if last is not None:
-        counts[-1] = last
-    return counts
-
-
-def _even_stages(args: Args, counts: list[int], vpp: int, mtp: int) -> list[str]:
-    """Return the chunks in the order of the layers, in the letters of a layout string."""
-    stages = ["t" * (count // vpp) for _ in range(vpp) for count in counts]
-    if args.account_for_embedding_in_pipeline_split:
-        stages[0] = stages[0][1:]
-    if args.account_for_loss_in_pipeline_split:
-        stages[-1] = stages[-1][1:]
-    stages[0] = "E" + stages[0]
-    stages[-1] += "m" * mtp + "L"
-    return stages
-
-
-_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-
-
-def _layout_stages(layout: str | Iterable[Iterable[object]]) -> list[str]:
-    """Return the stages of a layout as strings of letters; lists of names are taken too."""
-    if not isinstance(layout, str):
-        return ["".join(_LETTERS.get(str(name), str(name)) for name in stage) for stage in layout]
-    text = layout.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        text = re.sub(repeated, lambda match: match.group(1) * int(match.group(2)), text)
-    return text.split("|")
 
 
 Part = Literal["embedding", "attention", "dense MLP", "experts", "norms", "output"]
@@ -164,6 +117,7 @@ def layer_weights(shape: ModelShape, kind: LayerKind) -> list[Weight]:
         weights += _linear_attention(shape)
     elif shape.latent is not None:
         weights += _latent_attention(shape)
+        weights += _indexer(shape) if kind.indexer else []
     else:
         weights += _attention(shape)
     return weights + (_experts(shape) if kind.moe else _mlp(shape, "dense MLP", shape.ffn))
@@ -236,17 +190,21 @@ def _latent_attention(shape: ModelShape) -> list[Weight]:
     if shape.qk_norm:
         weights += _norm(shape, latent.kv_rank)
         weights += _norm(shape, latent.q_rank) if latent.q_rank is not None else []
-    if shape.indexer is not None:
-        # The indexer reads the compressed query, and is whole on every rank.
-        query = latent.q_rank if latent.q_rank is not None else hidden
-        width = shape.indexer.heads * shape.indexer.dim
-        weights += [
-            Weight("attention", query * width, "none"),
-            Weight("attention", hidden * shape.indexer.dim, "none"),
-            Weight("attention", hidden * shape.indexer.heads, "none"),
-            Weight("norms", shape.indexer.dim, "none", 2),
-        ]
     return weights
+
+
+def _indexer(shape: ModelShape) -> list[Weight]:
+    """It reads the compressed query, and is whole on every rank."""
+    latent, indexer = shape.latent, shape.indexer
+    assert latent is not None
+    assert indexer is not None
+    query = latent.q_rank if latent.q_rank is not None else shape.hidden
+    return [
+        Weight("attention", query * indexer.heads * indexer.dim, "none"),
+        Weight("attention", shape.hidden * indexer.dim, "none"),
+        Weight("attention", shape.hidden * indexer.heads, "none"),
+        Weight("norms", indexer.dim, "none", 2),
+    ]
 
 
 def _linear_attention(shape: ModelShape) -> list[Weight]:

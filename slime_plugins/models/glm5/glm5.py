@@ -1,4 +1,4 @@
-"""GLM-5: ``--spec slime_plugins.models.glm5.glm5 get_glm5_spec``."""
+"""GLM-5, 5.1 and 5.2: ``--spec slime_plugins.models.glm5.glm5 get_glm5_spec``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from slime.arguments.args import Args
 
 if TYPE_CHECKING:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 
-def get_glm5_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Raise ValueError: its sparse attention does not take packed sequences in megatron-core."""
-    from slime.backends.megatron_utils.weights.maps import UNSUPPORTED
+def get_glm5_spec(args: Args, config: MLATransformerConfig, vp_stage: int | None) -> Any:
+    """Return the block spec of this pipeline stage: sparse latent attention, whose selections layers may share."""
+    from slime.backends.megatron_utils.model.sparse_attention import sparse_block_spec
 
-    reason = UNSUPPORTED["glm_moe_dsa"]
-    raise ValueError(f"--spec slime_plugins.models.glm5.glm5 get_glm5_spec: GLM-5 cannot be trained: {reason}")
+    return sparse_block_spec(args, config, vp_stage)

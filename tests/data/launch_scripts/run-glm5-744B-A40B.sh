@@ -63,6 +63,7 @@ PERF_ARGS=(
    --max-tokens-per-gpu 16384
    --decoder-last-pipeline-num-layers 18
    --freeze-indexer
+   --allgather-cp
    --model-name glmmoedsa
 )
 

@@ -60,9 +60,9 @@ def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):
 
 
 def test_one_trait_makes_a_flag_available(flags):
-    flag = next(flag for flag in flags if flag.dest == "allgather_cp")
-    assert unavailable_messages({"allgather_cp": True}, [flag]) != []
-    assert unavailable_messages({"allgather_cp": True}, [replace(flag, traits=NONE)]) == []
+    flag = next(flag for flag in flags if flag.dest == "cache_mla_latents")
+    assert unavailable_messages({"cache_mla_latents": True}, [flag]) != []
+    assert unavailable_messages({"cache_mla_latents": True}, [replace(flag, traits=NONE)]) == []
 
 
 def test_variables_that_switch_on_what_does_not_exist_are_refused(flags):
@@ -86,12 +86,12 @@ def test_the_way_out_lists_the_other_choices():
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():
-    with pytest.raises(ArgumentError, match="--allgather-cp is not available yet"):
-        parse("--allgather-cp", "--freeze-indexer")
-    args = dry("--allgather-cp", "--freeze-indexer")
+    with pytest.raises(ArgumentError, match="--cache-mla-latents is not available yet"):
+        parse("--cache-mla-latents", "--megatron-server-warmup")
+    args = dry("--cache-mla-latents", "--megatron-server-warmup")
     assert sorted(message.split()[0] for message in args.not_available) == [
-        "--allgather-cp",
-        "--freeze-indexer",
+        "--cache-mla-latents",
+        "--megatron-server-warmup",
     ]
 
 

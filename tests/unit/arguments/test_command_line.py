@@ -128,8 +128,8 @@ def test_a_default_of_a_user_is_not_given(tmp_path):
 def test_a_default_of_a_user_is_checked():
     with pytest.raises(ArgumentError, match="--eps-clip: expected at least 0, got -1"):
         parse(add_custom_arguments=lambda parser: parser.set_defaults(eps_clip=-1))
-    with pytest.raises(ArgumentError, match="--allgather-cp is not available yet"):
-        parse(add_custom_arguments=lambda parser: parser.set_defaults(allgather_cp=True))
+    with pytest.raises(ArgumentError, match="--cache-mla-latents is not available yet"):
+        parse(add_custom_arguments=lambda parser: parser.set_defaults(cache_mla_latents=True))
 
 
 def test_a_users_flag_may_be_needed(tmp_path):

@@ -220,7 +220,7 @@ def test_yaml_is_grouped_plain_and_masks_secrets():
 
 def test_what_a_dry_run_found_is_no_setting():
     """The findings stand at the end of its page, not among the values."""
-    args = dry("--allgather-cp", "--prompt-data", "nowhere.jsonl", "--http-proxy", "x")
+    args = dry("--cache-mla-latents", "--prompt-data", "nowhere.jsonl", "--http-proxy", "x")
     assert all((args.not_available, args.unchecked, args.warnings))
     assert not {"not_available", "unchecked", "warnings"} & set(dump(args)["derived"])
 

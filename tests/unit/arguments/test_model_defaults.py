@@ -74,16 +74,6 @@ def test_the_config_alone_is_the_same_run_as_the_flags_of_the_script(name, tmp_p
     )
 
 
-def test_a_model_that_cannot_be_trained_yet_is_refused_as_with_its_flags(tmp_path):
-    config = models()["glm5-744B-A40B"].config
-    checkpoint = write(tmp_path, **{**dict.fromkeys(CONFIG), **config})
-    with pytest.raises(
-        ArgumentError, match=r"cannot train: --spec slime_plugins\.models\.glm5\.glm5.*packed sequences"
-    ):
-        resolved("--hf-checkpoint", checkpoint)
-    assert len(parse_dry("--hf-checkpoint", checkpoint).not_available) == 1
-
-
 def test_without_any_model_flag_the_tiny_model_is_the_one_of_its_flags():
     assert differing(resolved(), resolved(*MODEL_FLAGS)) == {
         # the same thing, said once as the kind of embedding and once as a switch of older scripts

@@ -208,5 +208,5 @@ def test_media_are_refused_in_a_file_as_the_flag_is(where, evaluated, tmp_path):
 
 
 def test_features_that_do_not_exist_are_refused_for_a_role_too():
-    with pytest.raises(ArgumentError, match=r"--critic-overrides: --allgather-cp is not available yet"):
-        dry("--advantage-estimator", "ppo", "--critic-overrides", '{"allgather_cp": true}')
+    with pytest.raises(ArgumentError, match=r"--critic-overrides: --cache-mla-latents is not available yet"):
+        dry("--advantage-estimator", "ppo", "--critic-overrides", '{"cache_mla_latents": true}')

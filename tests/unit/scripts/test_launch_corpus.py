@@ -20,9 +20,8 @@ DATA = ROOT / "tests" / "data" / "arguments"
 REFUSED = {
     "run-geo3k-vlm.sh": {"--spec", "--multimodal-keys"},
     "run-glm5-744B-A40B.sh": {
-        "--spec", "--freeze-indexer", "--allgather-cp", "--megatron-deepgemm-forward-layers",
-        "--megatron-deepgemm-forward-modules", "--megatron-deepgemm-moe-forward-layers",
-        "--megatron-deepgemm-moe-forward-modules", "--enable-experimental",
+        "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules",
+        "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules",
     },
     "run-megatron-server.sh": {"--megatron-server-warmup"},
     "run-qwen3-4B-0.2-refused.sh": {

@@ -91,7 +91,7 @@ def test_every_model_has_repositories_or_is_like_one_that_has():
     "config",
     [
         {"model_type": "gemma3", "hidden_size": 8, "num_hidden_layers": 3, "head_dim": 4, "rms_norm_eps": 1e-6},
-        {"model_type": "deepseek_v32", "kv_lora_rank": 512, "qk_nope_head_dim": 128, "n_routed_experts": 256},
+        {"model_type": "deepseek_v4", "kv_lora_rank": 512, "qk_nope_head_dim": 128, "n_routed_experts": 256},
     ],
 )
 def test_of_an_unknown_family_only_numbers_are_said(config):

@@ -99,9 +99,9 @@ def test_what_a_real_run_would_do(tmp_path: Any) -> None:
     assert last_line(run(*here, "--http-proxy", "p")) == f"A real run would start with 1 warning. {fits}"
     absent = run("--prompt-data", tmp_path / "none.jsonl")
     assert absent.splitlines()[-2].startswith("A real run would start, if everything is")
-    assert run(*here, "--allgather-cp").splitlines()[-2:] == [
+    assert run(*here, "--cache-mla-latents").splitlines()[-2:] == [
         "A real run would be refused:",
-        "  - --allgather-cp is not available yet in this version; leave it out",
+        "  - --cache-mla-latents is not available yet in this version; leave it out",
     ]
 
 
@@ -120,9 +120,11 @@ def test_a_run_that_fits_nowhere_would_not_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    assert run("--freeze-indexer", "--allgather-cp", "--update-weights-interval", "2").splitlines()[-4:] == [
+    assert run("--megatron-server-warmup", "--cache-mla-latents", "--update-weights-interval", "2").splitlines()[
+        -4:
+    ] == [
         "A real run would be refused:",
-        "  - not available yet in this version; leave it out: --freeze-indexer, --allgather-cp",
+        "  - not available yet in this version; leave it out: --megatron-server-warmup, --cache-mla-latents",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
         "    every rollout; use train_async.py or leave it out",
     ]

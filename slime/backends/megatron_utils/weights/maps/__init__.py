@@ -15,6 +15,7 @@ FAMILIES: tuple[Family, ...] = (
     families.QWEN3_MOE,
     families.LLAMA,
     deepseek_v3.FAMILY,
+    deepseek_v3.SPARSE,
     glm4.FAMILY,
     families.GLM4_MOE,
     families.MIMO,

@@ -1,4 +1,7 @@
-"""DeepSeek-V3 and its relatives (Kimi K2, Moonlight, GLM-4.7-Flash): latent attention; experts, and shared ones."""
+"""DeepSeek-V3 and its relatives (Kimi K2, Moonlight, GLM-4.7-Flash): latent attention; experts, and shared ones.
+
+DeepSeek-V3.2 and GLM-5 have an indexer besides, in some layers or all.
+"""
 
 from __future__ import annotations
 
@@ -47,4 +50,16 @@ FAMILY = Family(
     RULES,
     ROTARY_BUFFERS,
     mtp=in_extra_layers(RULES),
+)
+
+INDEXER = tuple(
+    layer_rule(f"self_attention.indexer.{name}", (f"self_attn.indexer.{name}",), Replicated())
+    for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
+)
+SPARSE = Family(
+    "deepseek_v32",
+    ("deepseek_v32", "glm_moe_dsa"),
+    (*RULES, *INDEXER),
+    ROTARY_BUFFERS,
+    mtp=in_extra_layers((*RULES, *INDEXER)),
 )
