@@ -29,6 +29,7 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "glm4": ("tp2", "pp2"),
     "deepseek_v3": ("pp2", "ep2"),
     "qwen3_5_moe-whole": ("ep2",),
+    "glm5.2": ("pp2",),  # layers with and without an indexer
     "qwen3_next": ("pp2",),
     "qwen3_5": ("pp2",),  # the same without experts
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding

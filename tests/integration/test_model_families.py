@@ -88,7 +88,15 @@ def test_an_export_has_every_tensor_of_the_source(
         assert all(torch.equal(exported.slice(n)[:], tensor) for n, tensor in expected.items())
 
 
-@pytest.mark.parametrize(("name", "part"), [("deepseek_v3", "rope_parameters"), ("glm4", "post_mlp_layernorm")])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("deepseek_v3", "rope_parameters"),
+        ("glm4", "post_mlp_layernorm"),
+        ("deepseek_v32", "index_topk"),
+        ("glm5", "the order of what the indexer rotates"),
+    ],
+)
 def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, references: Any) -> None:
     """A comparison would prove nothing if the logits of these short sequences did not depend on it."""
     from transformers import AutoModelForCausalLM
@@ -98,7 +106,10 @@ def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, ref
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         weights, model = model.state_dict(), type(model)(model.config)
         model.load_state_dict(weights)
-    else:
+    elif part == "index_topk":
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk = model.config.max_position_embeddings
+    elif part == "post_mlp_layernorm":
         for layer in model.model.layers:
             layer.post_mlp_layernorm = torch.nn.Identity()
     from tests.support.megatron_model import sequences

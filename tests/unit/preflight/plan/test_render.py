@@ -120,9 +120,8 @@ def test_a_run_that_fits_nowhere_would_not_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    assert run("--megatron-server-warmup", "--cache-mla-latents", "--update-weights-interval", "2").splitlines()[
-        -4:
-    ] == [
+    words = ("--megatron-server-warmup", "--cache-mla-latents", "--update-weights-interval", "2")
+    assert run(*words).splitlines()[-4:] == [
         "A real run would be refused:",
         "  - not available yet in this version; leave it out: --megatron-server-warmup, --cache-mla-latents",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
