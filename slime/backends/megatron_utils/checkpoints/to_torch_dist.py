@@ -249,8 +249,10 @@ def _check_complete(
 
 
 def _kind(rules: set[Rule]) -> tuple[bool, ...]:
-    """Return what kind of layer has the weights of ``rules``: whether with linear attention, and with experts."""
-    return tuple(any(part in rule.megatron[0] for rule in rules) for part in (".linear_attn.", ".experts."))
+    """Return what kind of layer has the weights of ``rules``: whether with linear attention, experts, an indexer."""
+    return tuple(
+        any(part in rule.megatron[0] for rule in rules) for part in (".linear_attn.", ".experts.", ".indexer.")
+    )
 
 
 def _sources(entry: Entry, weights: Weights) -> list[Any]:
