@@ -190,6 +190,22 @@ def test_says_what_no_flag_describes() -> None:
     assert "indexer" in model_size(sparse).shape.remarks[0]
 
 
+def test_the_indexer_is_in_the_layers_that_select() -> None:
+    """In all four layers, or in the first and the third; whole on each tensor-parallel rank."""
+    latent = {
+        "multi_latent_attention": True, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 16,
+        "qk_pos_emb_head_dim": 8, "v_head_dim": 12, "actor_num_gpus_per_node": 2, "tensor_model_parallel_size": 2,
+    }  # fmt: skip
+    config = {"index_n_heads": 8, "index_head_dim": 16, "index_topk": 8, "num_hidden_layers": 4}
+    indexer = 24 * 8 * 16 + 64 * 16 + 64 * 8 + 2 * 16
+    without = model_size(bare_args(**latent))
+    for number, fields in ((4, {}), (2, {"index_topk_freq": 2, "index_skip_topk_offset": 1})):
+        size = model_size(bare_args(**latent), {**config, **fields})
+        assert size.total - without.total == number * indexer
+        assert sum(size.ranks[0].parts.values()) - sum(without.ranks[0].parts.values()) == number * indexer
+        assert not size.shape.remarks
+
+
 def test_multi_token_prediction_adds_a_layer_and_a_projection() -> None:
     with_mtp, without = model_size(bare_args(mtp_num_layers=1)), model_size(bare_args())
     layer = 64 * (128 + 2 * 64) + 128 * 64 + 3 * 64 * 160 + 2 * 64
