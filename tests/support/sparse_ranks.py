@@ -18,6 +18,7 @@ RECOMPUTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "full, CP2": ("cp2", FULL),
     "full, PP2": ("pp2", FULL),
     "selective, TP2+SP": ("tp2-sp", SELECTIVE),
+    "selective, CP2": ("cp2", SELECTIVE),
 }
 TRAINED = {"adam_eps": 1e-3, "lr": 1e-2, "weight_decay": 0.5}
 

@@ -225,6 +225,17 @@ class SparseLatentSelfAttention(LatentSelfAttention):
     def __init__(self, config: MLATransformerConfig, *args: Any, sparse: Sparse, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.indexer = Indexer(config, sparse) if sparse.full[self.layer_number - 1] else None
+        self.is_source = not all(sparse.full[self.layer_number : self.layer_number + 1])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what megatron's does. What no other layer needs is forgotten in passes without a graph.
+
+        The recomputation of a whole layer chooses again; that of its core attention does not, and is no such pass.
+        """
+        output = super().forward(*args, **kwargs)
+        if not (torch.is_grad_enabled() or self.is_source):
+            selections(kwargs.get("packed_seq_params")).pop(self.layer_number, None)
+        return output
 
     def get_query_key_value_tensors(
         self,
@@ -253,7 +264,11 @@ class SparseLatentSelfAttention(LatentSelfAttention):
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.tp_group) for x in (hidden, latent)
             )
         hidden, latent = (x.reshape(-1, x.size(-1)) for x in (hidden, latent))
-        q, k, w = self.indexer(hidden, latent, *self._rotation(lengths, hidden.device))
+        rotation = getattr(packed_seq_params, "_indexer_rotation", None)
+        if rotation is None:  # the same in all layers
+            rotation = self._rotation(lengths, hidden.device)
+            setattr(packed_seq_params, "_indexer_rotation", rotation)  # noqa: B010  (a dataclass of megatron's)
+        q, k, w = self.indexer(hidden, latent, *rotation)
         # Head weights go with their queries; there are no values.
         chunks = self.core_attention.chunks(torch.cat([q, w], -1), k, k[..., :0], lengths)
         return [
