@@ -1,4 +1,4 @@
-"""How decoder layers are spread over pipeline stages, as Megatron does it."""
+"""Spread of decoder layers over pipeline stages, as Megatron does it."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ ENCODERS_AND_OTHERS = [
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "model_type bert, which slime does not train"),
     ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "model_type t5, which"),
     ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type mistral, which"),
-    ({"model_type": "gemma3_text"}, "it trains deepseek_v3, glm4, "),
+    ({"model_type": "gemma3_text"}, "it trains deepseek_v3, deepseek_v32, glm4, "),
     ({"model_type": "qwen2_5_vl", "text_config": CONFIG}, "model_type qwen2_5_vl, which"),
     ({"model_type": "qwen3_vl_moe", "text_config": CONFIG}, r"qwen3_vl_moe \(megatron-core has no vision tower"),
     ({"model_type": None}, "model_type missing, which"),

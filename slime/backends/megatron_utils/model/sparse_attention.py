@@ -44,7 +44,7 @@ K_NORM_EPSILON = 1e-6  # whatever the model's own is
 
 @dataclass(frozen=True)
 class Sparse:
-    """What ``config.json`` says of sparse attention; ``full[i]``: layer i has an indexer, else it takes the last one's.
+    """Sparse attention of a ``config.json``; ``full[i]``: layer i has an indexer, else it takes the last one's.
 
     ``interleaved``: neighboring numbers are rotated together, not those half of the rotated part apart.
     """
