@@ -70,7 +70,7 @@ Of every family a tiny random model is compared with transformers on several pac
 fp32 (`tests/integration/test_model_families.py`, `test_megatron_layouts.py`): the logits, the gradient of every weight
 and the norm of them all (relative difference at most 1e-5), and every tensor of the export, bit for bit. The last
 column is the largest difference of a logit that was measured in any of the layouts named; logits have a standard
-deviation of 1.2 to 2.5.
+deviation of 1.1 to 2.5.
 """
 FAMILIES = ["Family", "`model_type`", "Beside Megatron's plain layer", "Layouts", "Largest difference"]
 ABOUT_FAMILIES = """

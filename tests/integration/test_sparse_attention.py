@@ -59,7 +59,7 @@ def test_training_changes_all_but_the_indexer(resumed: list[dict[str, Any]]) -> 
     """Weight decay does not either."""
     before, after = resumed[0]["before"], resumed[0]["weights"]
     indexer = {name for name in before if ".indexer." in name}
-    assert len(indexer) == 2 * 5  # of layers 0 and 2
+    assert len(indexer) == 4 * 5  # of layers 0, 2, 4 and 6
     unchanged = {name for name in before if torch.equal(before[name], after[name])}
     assert {name for name in unchanged if "e_score_correction_bias" not in name} == indexer
 

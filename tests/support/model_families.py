@@ -86,7 +86,7 @@ FAMILIES: dict[str, Tiny] = {
     "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True}),
     "glm5.2": Tiny(  # every second layer uses the selection of the one before it
         "glm_moe_dsa",
-        {**LATENT, **SIGMOID, **SPARSE, "num_hidden_layers": 4, "index_topk_freq": 2, "index_skip_topk_offset": 1},
+        {**LATENT, **SIGMOID, **SPARSE, "num_hidden_layers": 8, "index_topk_freq": 2, "index_skip_topk_offset": 1},
         {"indexer_rope_interleave": True},
     ),
     "glm4_moe": Tiny(

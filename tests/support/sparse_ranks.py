@@ -17,6 +17,7 @@ SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "cor
 RECOMPUTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "full, CP2": ("cp2", FULL),
     "full, PP2": ("pp2", FULL),
+    "full, PP2 x VPP2": ("pp2", (*FULL, "--num-layers-per-virtual-pipeline-stage", 2)),
     "selective, TP2+SP": ("tp2-sp", SELECTIVE),
     "selective, CP2": ("cp2", SELECTIVE),
 }

@@ -8,6 +8,7 @@ of them, so there this is the dense form, by the same code.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +33,7 @@ from slime.backends.megatron_utils.model.attention import (
     attend,
     sequence_lengths,
 )
+from slime.backends.megatron_utils.model.layer_specs import decoder_block_spec
 from slime.models import hf_fields
 from slime.utils import accelerator
 
@@ -301,13 +305,6 @@ def sparse_block_spec(args: Args, config: MLATransformerConfig, vp_stage: int | 
 
     Raises ValueError if the stage begins with a layer that has no indexer.
     """
-    import copy
-
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-
-    from slime.backends.megatron_utils.model.layer_specs import decoder_block_spec
-
     sparse = sparse_of(args)
     block = decoder_block_spec(args, config, vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
