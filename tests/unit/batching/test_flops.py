@@ -52,7 +52,7 @@ def make_args(folder: Path, config: Any, tiny: Tiny, monkeypatch: pytest.MonkeyP
 
 
 def counted_flops(config: Any) -> int:
-    """FLOPs of transformers' forward, without the rotary tables and the recurrence of gated delta nets.
+    """FLOPs of transformers' forward, without rotary tables, indexers and the recurrence of gated delta nets.
 
     Linear attention is left with its projections: its fallback without kernels is another algorithm.
     """
@@ -69,7 +69,7 @@ def counted_flops(config: Any) -> int:
     total = counter.get_total_flops()
     for name, module in model.named_modules():
         kind = type(module).__name__
-        if kind.endswith("RotaryEmbedding"):
+        if kind.endswith(("RotaryEmbedding", "Indexer")):
             total -= by_module.get(name, 0)
         if kind.endswith("GatedDeltaNet"):
             projections = [f"{name}.{child}" for child, m in module.named_children() if isinstance(m, torch.nn.Linear)]
