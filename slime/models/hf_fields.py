@@ -61,7 +61,7 @@ def is_latent(config: Config) -> bool:
 
 
 def selecting_layers(config: Config) -> list[bool]:
-    """One entry per layer of sparse attention, True where an indexer of its own selects; empty for other models.
+    """Return one entry per layer, True where the layer has an indexer; [] for models without sparse attention.
 
     The other layers use the selection of the last one before them that has one.
     """

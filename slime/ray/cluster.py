@@ -403,12 +403,12 @@ def _python_path() -> str:
 
 def _start_fork_server(args: Args, run_id: str) -> None:
     """On a host without GPUs, have SGLang imported for the engines while Ray starts."""
+    global _forks
     without_gpu = os.environ.get("SLIME_ACCELERATOR", "cpu") == "cpu" and not has_cuda_device()
     if args.debug_train_only or args.rollout_external or not without_gpu:
         return
     path = str(private_directory() / f"{run_id}.forks")
     base = {**public_environment(), "PYTHONPATH": _python_path()}
-    global _forks
     _forks = engine_forks.start_fork_server(path, base, takes_adapters=takes_adapters(args))
     os.environ[engine_forks.SOCKET] = path
 

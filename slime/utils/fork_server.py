@@ -21,7 +21,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,6 @@ from slime.utils import process_supervisor
 REPLY_DEADLINE_S = 120.0
 """For a reply: as long as the imports of a busy machine may take."""
 REQUEST_DEADLINE_S = 10.0
-ARRIVAL_S = 0.5
 TITLE_ROOM = 4096
 """Bytes on the command line of the server: the title of a forked program cannot be longer."""
 
@@ -88,14 +86,19 @@ def start(
     """Start a server of ``module`` that listens at ``path`` and has imported ``preload``; it ends with this thread.
 
     ``env`` is its whole environment. ``read`` are the beginnings of the variables that ``preload`` reads, but for the
-    names ``varying``: a program for which one has another value is not forked.
+    names ``varying``: a program for which one has another value is not forked. An error of ``preload`` is the answer
+    to every request.
     """
-    lists = [",".join(read), ",".join(varying)]
-    return subprocess.Popen(
-        [sys.executable, "-m", "slime.utils.fork_server", path, module, preload, *lists, " " * TITLE_ROOM],
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(env),
-        start_new_session=True,
-    )  # fmt: skip
+    with socket.socket(socket.AF_UNIX) as listener:  # here, so that it listens before anybody looks for it
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen(256)
+        words = [str(listener.fileno()), str(os.getpid()), module, preload, ",".join(read), ",".join(varying)]
+        return subprocess.Popen(
+            [sys.executable, "-m", "slime.utils.fork_server", *words, " " * TITLE_ROOM],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(env),
+            start_new_session=True, pass_fds=[listener.fileno()],
+        )  # fmt: skip
 
 
 def fork(path: str, request: ForkRequest, control: socket.socket, log: int) -> ForkedProcess:
@@ -108,7 +111,7 @@ def fork(path: str, request: ForkRequest, control: socket.socket, log: int) -> F
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(REPLY_DEADLINE_S)
         try:
-            _connect(connection, path)
+            connection.connect(path)
             socket.send_fds(connection, [struct.pack("!I", len(body))], [control.fileno(), log])
             connection.sendall(body)
             verb, _, said = connection.makefile().readline().strip().partition(" ")
@@ -119,34 +122,22 @@ def fork(path: str, request: ForkRequest, control: socket.socket, log: int) -> F
     raise ForkServerError(said or f"the fork server at {path} has ended")
 
 
-def _connect(connection: socket.socket, path: str) -> None:
-    """Connect; the server may be about to listen."""
-    deadline = time.monotonic() + ARRIVAL_S
-    while True:
-        try:
-            return connection.connect(path)
-        except (FileNotFoundError, ConnectionRefusedError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)
-
-
 class _Server:
-    """The server's side: forks what it is asked for until its parent ends."""
+    """The server's side: answers requests until the process ``parent`` ends."""
 
-    def __init__(self, path: str, module: str, preload: str, read: Sequence[str], varying: Sequence[str]) -> None:
-        self._parent = os.getppid()
+    def __init__(
+        self, listener: int, parent: int, module: str, preload: str, read: Sequence[str], varying: Sequence[str]
+    ) -> None:
         process_supervisor.die_with_parent()
+        self._listener, self._parent = socket.socket(fileno=listener), parent
         self._module, self._read, self._varying = module, tuple(read), varying
         self._environ = dict(os.environ)
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(path)
-        os.chmod(path, 0o600)
-        self._listener.listen(256)
+        self._error: str | None = None
         _set_title(f"fork server of slime, which has imported {preload}")
-        importlib.import_module(preload)
+        try:
+            importlib.import_module(preload)
+        except Exception as e:  # noqa: BLE001  the answer to every request
+            self._error = f"{preload} cannot be imported: {type(e).__name__}: {e}"
         gc.collect()
         gc.freeze()  # a collection in a fork would copy every page that it shares with this process
         self._kept = _open_files() - {self._listener.fileno()}
@@ -176,6 +167,8 @@ class _Server:
             soft, hard = fields.pop("files")
             request = ForkRequest(**fields)
             self._check(request)
+            if select.select([connection], [], [], 0)[0]:
+                raise ConnectionAbortedError("whoever asked has not waited")
             pid = os.fork()
             if pid == 0:
                 connection.close()
@@ -187,6 +180,8 @@ class _Server:
 
     def _check(self, request: ForkRequest) -> None:
         """Raise ValueError for what a process with these imports cannot run."""
+        if self._error is not None:
+            raise ValueError(self._error)
         expected = [sys.executable, "-m", self._module]
         if request.cmd[:3] != expected:
             raise ValueError(f"expected the command {expected}, got {request.cmd[:3]}")
@@ -251,7 +246,7 @@ class _Server:
 
 
 def _take_environment(request: ForkRequest) -> None:
-    """Give this process the environment, arguments and title of the program, and random numbers of its own."""
+    """Take the environment, arguments and title of the program, and new seeds: forks would share the server's."""
     for name in os.environ.keys() - request.env.keys():
         del os.environ[name]
     os.environ.update(request.env)
@@ -282,8 +277,8 @@ def _open_files() -> set[int]:
 
 
 def main(argv: list[str]) -> int:
-    path, module, preload, read, varying = argv[:5]
-    _Server(path, module, preload, read.split(","), varying.split(",")).serve()
+    listener, parent, module, preload, read, varying = argv[:6]
+    _Server(int(listener), int(parent), module, preload, read.split(","), varying.split(",")).serve()
     return 0
 
 

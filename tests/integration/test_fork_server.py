@@ -23,7 +23,7 @@ import os, random
 PID = os.getpid()
 """
 PROGRAM = """
-import atexit, os, random, signal, subprocess, sys, tempfile, time
+import json, os, random, signal, subprocess, sys, tempfile, time
 import preloaded_by_test
 if __name__ == "__main__":
     verb = sys.argv[1]
@@ -34,7 +34,7 @@ if __name__ == "__main__":
         print("files", sorted(os.listdir("/proc/self/fd"), key=int)[:-1])
         print("sigterm", signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, os.getsid(0) == os.getpid())
     elif verb == "exit":
-        sys.exit(eval(sys.argv[2]))
+        sys.exit(json.loads(sys.argv[2]))
     elif verb == "raise":
         raise LookupError("as it happens")
     else:
@@ -109,7 +109,7 @@ def test_a_program_is_as_if_it_had_been_started_alone(server: Server, tmp_path: 
 
 @pytest.mark.parametrize(
     ("value", "code", "line"),
-    [("0", 0, None), ("3", 3, None), ("None", 0, None), ("'no such file'", 1, "no such file")],
+    [("0", 0, None), ("3", 3, None), ("null", 0, None), ('"no such file"', 1, "no such file")],
 )
 def test_exit_codes(server: Server, value: str, code: int, line: str | None) -> None:
     program = server.run("exit", value)
@@ -200,6 +200,18 @@ time.sleep(600)
     wait_for(lambda: not alive(pid), "the end of the server of a killed process")
 
 
+def test_nothing_is_started_for_a_request_without_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers late, when whoever asked has started the program by itself."""
+    monkeypatch.setattr(fork_server, "REPLY_DEADLINE_S", 0.2)
+    slow = f"{PRELOADED}\nimport sys, time\nif 'fork_server' in sys.argv[0]: time.sleep(3)"
+    with contextlib.closing(Server(tmp_path, slow)) as server:
+        assert said(server.run("say"))["imports"] != f"of {server.process.pid}"
+        monkeypatch.undo()
+        assert said(server.run("say"))["imports"] == f"of {server.process.pid}"
+        texts = [path.read_text() for path in tmp_path.glob("log-*")]
+    assert [text.count("imports of") for text in texts] == [1, 1]
+
+
 @pytest.mark.parametrize(
     ("more", "module", "env", "reason"),
     [
@@ -209,7 +221,10 @@ time.sleep(600)
             "import threading, time\nthreading.Thread(target=time.sleep, args=(600,), daemon=True).start()",
             "program_of_test", {}, "an import has started a thread",
         ),
-        ("import sys\nif 'fork_server' in sys.argv[0]: raise ImportError('not here')", "program_of_test", {}, "socket"),
+        (
+            "import sys\nif 'fork_server' in sys.argv[0]: raise ImportError('not here')",
+            "program_of_test", {}, "preloaded_by_test cannot be imported: ImportError: not here",
+        ),
     ],
     ids=["environment", "command", "thread", "import"],
 )  # fmt: skip

@@ -125,7 +125,7 @@ def _logs(ranks: list[BaseProcess], directory: Path) -> str:
 
 
 def _kill(process: BaseProcess) -> None:
-    """Kill the rank and what it forked: it leads a session of its own, once it has begun."""
+    """Kill the rank and what it forked, which are one session once the rank has begun."""
     process.kill()
     assert process.pid, "a rank that was started has a pid"
     with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
@@ -134,7 +134,7 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank(target: str, directory: Path, environment: dict[str, str]) -> None:
-    """Be a rank: run ``target`` in a session of its own with ``environment``, and leave its result in ``directory``."""
+    """Be a rank: run ``target`` in a new session with ``environment``, and leave its result in ``directory``."""
     os.setsid()
     os.chdir(ROOT)
     os.environ.clear()

@@ -309,7 +309,7 @@ def sparse_block_spec(args: Args, config: MLATransformerConfig, vp_stage: int | 
     block = decoder_block_spec(args, config, vp_stage)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     if block.layer_specs and not sparse.full[first]:
-        raise ValueError(f"a pipeline stage begins with layer {first}, which has no indexer of its own")
+        raise ValueError(f"a pipeline stage begins with layer {first}, which has no indexer")
     if not all(sparse.full):
         config.hetereogenous_dist_checkpoint = True  # Megatron's word: layers are not stacked in checkpoints
     for i, shared in enumerate(block.layer_specs):
