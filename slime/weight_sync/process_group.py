@@ -184,8 +184,6 @@ class EngineGroup:
         else:
             dist.destroy_process_group(self._group)
         self._group = None
-        if self._scratch is not None:
-            self._scratch.remove()
         try:
             self._fanout.wait(
                 futures, f"leave the process group {self.name!r}", min(LEAVING_DEADLINE_S, self.timeout_s)
@@ -193,6 +191,9 @@ class EngineGroup:
         except WeightSyncError as error:
             logger.warning("%s", error)
         self._fanout.close()
+        # Not before: an engine that leaves uses the file, and looks half an hour for one that is gone at that moment.
+        if self._scratch is not None:
+            self._scratch.remove()
 
 
 class _InThread:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,3 +136,25 @@ def test_a_refusal_does_not_end_a_broadcast_that_others_still_receive(wire: Torc
     with pytest.raises(WeightSyncError, match="not for this engine"):
         group.send(BUCKET, weight_version=None)
     assert wire.ended.is_set()
+
+
+def test_the_file_where_a_group_meets_is_there_until_every_engine_has_left(wire: Torch) -> None:
+    """torch's FileStore writes to it when an engine leaves, and waits for its timeout if it is gone by then."""
+    seen: list[bool] = []
+
+    class LastToLeave(Client):
+        url = "http://127.0.0.1:1"
+
+        def destroy_weights_update_group(self, **about: Any) -> None:
+            time.sleep(0.3)
+            seen.append(Path(self.told[0]["master_address"]).parent.exists())
+
+        def init_weights_update_group(self, **about: Any) -> None:
+            self.told.append(about)
+
+    client = LastToLeave()
+    group = group_of(client, "gloo", timeout_s=10.0)
+    group.close()
+    assert wire.closed == ["destroyed"]
+    assert seen == [True]
+    assert not Path(client.told[0]["master_address"]).parent.exists()
