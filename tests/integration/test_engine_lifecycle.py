@@ -1,4 +1,4 @@
-"""Engines that fail, die, collide and stop, each started as on a host with GPUs: without the fork server."""
+"""Engines that fail, die, collide and stop; one is started as on a host with GPUs: without the fork server."""
 
 from __future__ import annotations
 
@@ -30,11 +30,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def no_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "fork_server_of_engines", lambda: None)
 
 
 @pytest.fixture
@@ -95,8 +90,9 @@ def test_a_wrong_checkpoint_fails_with_the_engines_last_lines(
 
 
 def test_a_deadline_that_passes_names_itself_and_ends_the_engine(
-    new_engine: Callable[..., EngineProcess], checkpoint: Path
+    new_engine: Callable[..., EngineProcess], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(engine_module, "fork_server_of_engines", lambda: None)  # one that is forked is ready by then
     engine = new_engine(checkpoint)
     engine.start()
     with pytest.raises(EngineStartError, match=r"not ready after 1 s \(--engine-ready-timeout\)"):
@@ -135,19 +131,25 @@ def test_a_taken_port_a_dead_scheduler_and_a_stop_that_leaves_nothing(
     engine.start()
     engine.wait_ready(180)
     assert engine.poll() is None
+    assert was_forked(engine)
     stop_without_a_trace(engine)
 
 
-def test_a_forked_engine_leaves_nothing_either(
+def test_an_engine_that_was_not_forked_leaves_nothing_either(
     new_engine: Callable[..., EngineProcess], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(engine_module, "fork_server_of_engines", lambda: None)
     engine = new_engine(checkpoint)
     engine.start()
     engine.wait_ready(180)
-    (supervisor,) = [parent for pid, parent in parents().items() if pid == engine.pid]
-    assert b"fork server" in Path(f"/proc/{parents()[supervisor]}/cmdline").read_bytes()
+    assert not was_forked(engine)
     stop_without_a_trace(engine)
+
+
+def was_forked(engine: EngineProcess) -> bool:
+    """Return whether the parent of the engine's supervisor is the fork server."""
+    grandparent = parents()[parents()[engine.pid or 0]]
+    return b"fork server" in Path(f"/proc/{grandparent}/cmdline").read_bytes()
 
 
 def stop_without_a_trace(engine: EngineProcess) -> None:
