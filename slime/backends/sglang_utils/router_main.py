@@ -40,7 +40,8 @@ def close_listener(port: int, deadline_s: float = LISTENER_DEADLINE_S) -> bool:
     """Stop listening at ``port`` as soon as this process does; False when it has not by the deadline.
 
     Routers have no option against the port of their counters, which has no authentication. The descriptor stays, of
-    nothing that a client could connect to: what waits for connections there waits forever.
+    nothing that a client could connect to: what waits for connections there waits forever. It is one that epoll takes,
+    as the router may not have registered its listener yet.
     """
     deadline = time.monotonic() + deadline_s
     while time.monotonic() < deadline:
@@ -54,7 +55,7 @@ def close_listener(port: int, deadline_s: float = LISTENER_DEADLINE_S) -> bool:
                         continue
             except OSError:  # closed meanwhile
                 continue
-            nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            nothing = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             os.dup2(nothing, fd, inheritable=False)
             os.close(nothing)
             return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 
@@ -19,6 +20,13 @@ def test_a_listener_of_this_process_is_closed_and_its_owner_notices_nothing() ->
         socket.create_connection(other.getsockname(), timeout=2.0).close()
         with pytest.raises(OSError, match="Socket operation on non-socket"):
             counters.accept()
+
+
+def test_a_listener_may_be_closed_before_its_owner_waits_for_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as counters, select.epoll() as waiting:
+        assert close_listener(counters.getsockname()[1], 5.0)
+        waiting.register(counters.fileno(), select.EPOLLIN)
+        assert waiting.poll(0.2) == []
 
 
 def test_it_may_come_later_or_never() -> None:
