@@ -8,6 +8,10 @@ an empty waiting queue too: the prefix tree would keep values of the old weights
 engine holds no cache, so flushing is safe; after ``/continue_generation`` it is prefilled again under the new
 weights.
 
+It is idle as soon as it has replied to the last request. A stock scheduler keeps requests that have ended in its
+batches until its next turn, and one that receives a weight update with ``flush_cache`` in between ends with an
+AssertionError.
+
 It can be asked again to release or to resume what is released or resumed already, as after a reply that was lost: a
 stock scheduler ends with a KeyError then, or reads weights that are gone.
 
@@ -32,7 +36,9 @@ if TYPE_CHECKING:
 def flush_with_waiting_requests(
     flush_cache: Callable[..., bool], scheduler: Scheduler, *args: object, **kwargs: object
 ) -> bool:
-    """Around ``Scheduler.flush_cache``: of a paused engine, do not count queued requests that hold no KV cache."""
+    """Around ``Scheduler.flush_cache``: do not count what has ended; of a paused engine, nor what holds no KV cache."""
+    if not scheduler.enable_overlap:  # else what has ended may be in a batch that is running
+        take_off_ended_requests(scheduler)
     waiting = scheduler.waiting_queue
     may_hide = (
         scheduler._engine_paused
@@ -49,6 +55,14 @@ def flush_with_waiting_requests(
     if flushed:
         forget_prefix_matches(waiting)
     return flushed
+
+
+def take_off_ended_requests(scheduler: Scheduler) -> None:
+    """Take them off the batches, as the next turn of the scheduler's loop does."""
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        if batch is not None and batch.reqs and all(request.finished() for request in batch.reqs):
+            batch.filter_batch()
+            scheduler.running_batch.batch_is_full = False
 
 
 def forget_prefix_matches(requests: list[Any]) -> None:
