@@ -1,4 +1,4 @@
-"""What a scheduler counts as running when its cache is flushed."""
+"""Requests that have ended do not keep a scheduler from flushing its cache."""
 
 from __future__ import annotations
 
