@@ -84,7 +84,7 @@ def make_data(paths: Paths, seed: int) -> list[str]:
 
 
 def sft(paths: Paths, seed: int) -> list[str]:
-    """Return the arguments of ``train.py`` for SFT."""
+    """Return the arguments of ``train_async.py`` for SFT."""
     return [
         "--hf-checkpoint", str(paths.model),
         "--prompt-data", str(paths.data / "sft.jsonl"), "--input-key", "messages",
