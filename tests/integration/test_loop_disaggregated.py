@@ -16,7 +16,7 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
 
-ROLLOUTS = 4
+ROLLOUTS, LIMIT = 3, 2
 TOLERANCE = 1e-5
 
 
@@ -34,7 +34,7 @@ sglang:
     extra = f"""--sglang-config {engines} --rollout-num-gpus 3 --num-rollout {ROLLOUTS} --rollout-max-response-len 192
         --sglang-server-concurrency 12 --router-policy round_robin
         --custom-rm-path tests.support.rollout_hooks.compared_reward
-        --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness 2
+        --rollout-function-path slime.rollout.fully_async_rollout.generate_rollout_fully_async --max-staleness {LIMIT}
         --save {tmp_path}/save --save-hf {tmp_path}/hf-{{rollout_id}} --save-interval 1 --no-save-optim
         --save-debug-rollout-data {tmp_path}/dump_{{rollout_id}}.pt"""
     run = run_train([*flags, *extra.split()], tmp_path / "run", script="train_async.py")
@@ -50,6 +50,19 @@ sglang:
     assert len(samples) == 16 * ROLLOUTS
     assert len({sample["index"] for sample in samples}) == len(samples)
     assert max(check_log_probs(sample, references) for sample in samples) > 1, "no push came in the middle of a request"
+    check_lags(run)
+
+
+def check_lags(run: Finished) -> None:
+    """Version v holds the weights of step v - 1, and rollout r is trained on weights of step r."""
+    oldest, newest = (run.metric(f"rollout/weight_version/{which}") for which in ("min", "max"))
+    lags = run.metric("rollout/staleness/max")
+    shares = {k: run.metric(f"rollout/staleness/lag_{k}") for k in range(LIMIT + 1)}
+    for rollout_id in range(ROLLOUTS):
+        assert rollout_id + 1 - LIMIT <= oldest[rollout_id] <= newest[rollout_id] <= rollout_id + 1
+        assert lags[rollout_id] == rollout_id + 1 - oldest[rollout_id] <= LIMIT
+        assert sum(share.get(rollout_id, 0.0) for share in shares.values()) == pytest.approx(1.0)
+    assert max(lags.values()) >= 1  # it did run ahead
 
 
 def check_answers(run: Finished) -> None:

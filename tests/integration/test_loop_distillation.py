@@ -1,6 +1,7 @@
 """On-policy distillation through ``train.py``, its log-probs and the KL by transformers.
 
-The teacher is in the trainer, or (soak) behind a server.
+The teacher is in the trainer or behind a server. On every change: a teacher's log-probs and what is learned of it in
+``test_trainer_passes.py``, the server's in ``tests/unit/rollout/test_on_policy_distillation.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.support.run_train import Finished, rl_flags, run_train, sums_file
 from tests.support.trainer import tiny_checkpoint
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 ROLLOUTS, STEPS = 2, 2
 COEFFICIENT = 0.5
 BY_SERVER = "slime.rollout.on_policy_distillation"
@@ -42,7 +43,7 @@ def teacher_of(kind: str, root: Path) -> Iterator[str]:
         server.stop()
 
 
-@pytest.fixture(scope="module", params=["megatron", pytest.param("sglang", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=["megatron", "sglang"])
 def distilled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finished, Path]:
     """Rewards are all zero: what is learned is the teacher's."""
     root = tmp_path_factory.mktemp("opd")

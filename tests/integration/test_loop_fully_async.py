@@ -1,4 +1,7 @@
-"""``train_async.py`` with the fully asynchronous rollout: versions, lags, evaluation, and the end by Ctrl-C."""
+"""``train_async.py`` with the fully asynchronous rollout: versions, lags, evaluation, and the end by Ctrl-C.
+
+On every change: such a run, its versions and lags in ``test_loop_disaggregated.py``, Ctrl-C in ``test_loop_sft.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 from tests.support.run_train import Run, read_metric, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 ROLLOUTS = 5
 LIMIT = 2

@@ -1,4 +1,7 @@
-"""``train.py`` on trajectories of the rollout buffer: conversations become training steps, also after a restart."""
+"""``train.py`` on trajectories of the rollout buffer: conversations become training steps, also after a restart.
+
+On every change: rollouts of a real buffer and a restart, in ``tests/unit/slime_plugins/test_rollout_buffer.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ from tests.support.rollout_buffers import ServedBuffer
 from tests.support.run_train import rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 
-@pytest.mark.parametrize("restarted", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("restarted", [False, True])
 def test_a_run_trains_on_conversations(tmp_path, restarted):
-    """On every change, what a restart fetches: tests/unit/slime_plugins/test_rollout_buffer.py."""
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl", 12))
     dumps = tmp_path / "dumps"
     with ServedBuffer() as served:
