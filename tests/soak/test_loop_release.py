@@ -37,7 +37,12 @@ def test_released_trainers_lose_nothing_whatever_is_killed_when(tmp_path: Path, 
         ("train_async.py", []),
         (
             "train_async.py",
-            ["--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async"],
+            [
+                "--rollout-function-path",
+                "slime.rollout.fully_async_rollout.generate_rollout_fully_async",
+                "--max-staleness",
+                "1",
+            ],  # else all rollouts may be made before the first push
         ),
     ],
     ids=["colocate", "async", "fully-async"],
