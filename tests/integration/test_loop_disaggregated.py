@@ -16,7 +16,7 @@ from tools.tiny_model import make_tiny_checkpoint
 pytestmark = pytest.mark.integration
 pytest.importorskip("nixl", reason="prefill and decode engines on a CPU need nixl, which make setup installs")
 
-ROLLOUTS, LIMIT = 3, 2
+ROLLOUTS, LIMIT = 4, 2
 TOLERANCE = 1e-5
 
 
