@@ -90,7 +90,7 @@ class SmallExample:
                 log = logs / f"{name}.log"
                 seconds[name] = run_stage(name, ["python", "-m", *command], log, deadline_s=DEADLINES[name])
             seconds["sft"] = run_stage(
-                "SFT", ["python", "train_async.py", *recipe.sft(paths, seed)], logs / "sft.log",
+                "SFT", ["python", recipe.SFT_SCRIPT, *recipe.sft(paths, seed)], logs / "sft.log",
                 deadline_s=DEADLINES["sft"], metrics=paths.sft / "metrics.jsonl", describe=describe_sft,
             )  # fmt: skip
         flags = self.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)

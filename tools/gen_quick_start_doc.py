@@ -26,7 +26,7 @@ def commands() -> dict[str, str]:
         for name, shuffled in (("grpo", False), ("shuffled", True))
     }
     modules = {"model": recipe.make_model(paths, 0), "data": recipe.make_data(paths, 0)}
-    lines = {"sft": ["train_async.py", *recipe.sft(paths, 0)], **grpo}
+    lines = {"sft": [recipe.SFT_SCRIPT, *recipe.sft(paths, 0)], **grpo}
     lines |= {name: ["-m", *words] for name, words in modules.items()}
     return {name: show_command(["python", *words]) for name, words in lines.items()}
 

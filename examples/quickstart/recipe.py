@@ -9,6 +9,7 @@ from typing import Literal
 
 MODEL = {"hidden-size": 128, "intermediate-size": 512, "num-hidden-layers": 2, "num-attention-heads": 8,
          "num-key-value-heads": 4}  # fmt: skip
+SFT_SCRIPT = "train_async.py"  # it prepares the next batch while the trainer is busy
 SFT_ROLLOUTS, SFT_BATCH, SFT_STEP = 60, 1280, 128
 """One pass over the demonstrations: batches of 1280, ten optimizer steps each; the same budget for every seed."""
 
@@ -84,7 +85,7 @@ def make_data(paths: Paths, seed: int) -> list[str]:
 
 
 def sft(paths: Paths, seed: int) -> list[str]:
-    """Return the arguments of ``train_async.py`` for SFT."""
+    """Return the arguments of ``SFT_SCRIPT``."""
     return [
         "--hf-checkpoint", str(paths.model),
         "--prompt-data", str(paths.data / "sft.jsonl"), "--input-key", "messages",

@@ -91,7 +91,7 @@ def quickstart(
         for leftover in (paths.sft, paths.sft_save):  # of an SFT that did not come to its end
             shutil.rmtree(leftover, ignore_errors=True)
         seconds["sft"] = run_stage(
-            "SFT", ["python", "train_async.py", *recipe.sft(paths, seed)], logs / "sft.log",
+            "SFT", ["python", recipe.SFT_SCRIPT, *recipe.sft(paths, seed)], logs / "sft.log",
             deadline_s=DEADLINES["sft"], metrics=paths.sft / "metrics.jsonl", describe=describe_sft,
         )  # fmt: skip
     name = algorithm.upper()

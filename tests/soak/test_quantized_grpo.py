@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     paths = recipe.Paths(root)
     run(["-m", *recipe.make_model(paths, 0)], root / "model.log")
     run(["-m", *recipe.make_data(paths, 0)], root / "data.log")
-    run(["train_async.py", *recipe.sft(paths, 0)], root / "sft.log")
+    run([recipe.SFT_SCRIPT, *recipe.sft(paths, 0)], root / "sft.log")
     (file,) = paths.sft_model.glob("*.safetensors")
     weights: dict[str, torch.Tensor] = {name: tensor.bfloat16() for name, tensor in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
