@@ -1,4 +1,4 @@
-"""Engines that fail, die, collide and stop; one is started as on a host with GPUs: without the fork server."""
+"""Engines that fail, die, collide and stop, forked and as on a host with GPUs, without the fork server."""
 
 from __future__ import annotations
 
