@@ -138,7 +138,7 @@ def test_what_a_run_without_a_trainer_made_is_trained_on_by_one_without_engines(
 
 @pytest.mark.soak
 def test_a_killed_run_resumes_with_the_next_prompts(whole, flags, tmp_path):
-    """On every change: its prompts in test_durable_buffer.py, the weights that engines get in test_loop_ppo.py."""
+    """On every change: its prompts in test_durable_buffer.py, the trainer in test_trainer_state.py."""
     _, root = whole
     command = [*flags, *keeping(tmp_path)]
     with Run(command, tmp_path / "killed", env={"SLIME_TEST_HOLD_AT": "1"}) as run:

@@ -87,7 +87,7 @@ def assert_ended_by_signal(run: Run, ended: Finished, code: int) -> None:
 
 @pytest.mark.soak
 def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
-    """On every change: tests/unit/ray/test_remote_failures.py, and the killed rank of test_loop_ppo.py."""
+    """On every change: tests/unit/ray/test_remote_failures.py."""
     hook = ["--rollout-data-postprocess-path", "tests.support.rollout_hooks.fail_on_rank_1"]
     failed = run_train([*flags, *hook], tmp_path / "run", returncode=1)
     reported = failed.output[failed.output.index("error: ") :].splitlines()
@@ -101,9 +101,7 @@ def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     assert "the sauce is burnt" in (failed.run_dir / "logs" / "failure.txt").read_text()
 
 
-@pytest.mark.soak
 def test_ctrl_c_ends_everything(flags, tmp_path):
-    """On every change: test_loop_fully_async.py."""
     with Run(flags, tmp_path / "run") as run:
         run.wait_for(r"rollout 2 of", 120)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
