@@ -19,14 +19,6 @@ NOT_YET_VARIABLES: tuple[str, ...] = (
     "MEGATRON_USE_SGLANG_*",
 )
 
-# Layer specifications that have their name only: megatron-core cannot express what they would build.
-NOT_YET_SPECS: dict[str, str] = {
-    "slime_plugins.models.qwen3_5_vl": (
-        "megatron-core has no such vision tower; --spec slime_plugins.models.qwen3_5 get_qwen3_5_spec trains the "
-        "language model of the same checkpoint"
-    ),
-}
-
 
 def is_available(flag: Flag) -> bool:
     """Return True if some value other than the default may be given."""
@@ -42,15 +34,13 @@ def refused_values(flag: Flag) -> tuple[Any, ...]:
 def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[str]:
     """One sentence for every given value (attribute -> value) whose feature does not exist yet."""
     messages = []
-    variables, spec = values.get("train_env_vars"), values.get("spec")
+    variables = values.get("train_env_vars")
     if isinstance(variables, dict):  # otherwise the flag's own check refuses it
         messages += [
             f"--train-env-vars {name} is not available yet in this version; leave it out"
             for name, value in variables.items()
             if value != "0" and any(fnmatchcase(str(name), pattern) for pattern in NOT_YET_VARIABLES)
         ]
-    if isinstance(spec, list) and spec and spec[0] in NOT_YET_SPECS:
-        messages.append(f"--spec {' '.join(spec)} is not available yet in this version: {NOT_YET_SPECS[spec[0]]}")
     for flag in _changed(values, flags):
         value = values[flag.dest]
         if flag.traits.inert:

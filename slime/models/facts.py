@@ -19,9 +19,6 @@ _QUANTIZED = {
     **dict.fromkeys(("kimi-k2-instruct", "kimi-k2-instruct-0905", "kimi-k2-base"), "fp8"),
     "kimi-k2-thinking": "int4",
 }
-_TOWER = "megatron-core has no vision tower whose features enter several layers"
-# Families without a weight map, and why, where there is a reason to give.
-UNSUPPORTED = {"qwen3_vl": _TOWER, "qwen3_vl_moe": _TOWER}
 
 _QUANTIZATION = re.compile(r"[-_.](fp8|int4|bf16|fp16)$")
 
@@ -109,7 +106,7 @@ def models() -> dict[str, Model]:
 
 def trained_families() -> list[str]:
     """The ``model_type`` of every family that slime trains."""
-    return sorted({name.removesuffix("_text") for name in families()} - UNSUPPORTED.keys())
+    return sorted({name.removesuffix("_text") for name in families()})
 
 
 def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
@@ -117,6 +114,11 @@ def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
     name = str(config.get("model_type"))
     entry = families().get(name) or families().get(name + "_text")
     return dict(entry["megatron"]) if entry else None
+
+
+def takes_images(spec: object) -> bool:
+    """Return True if ``--spec`` builds a model with a vision tower."""
+    return bool(spec) and any(family["megatron"].get("images") == spec for family in families().values())
 
 
 def known_model(checkpoint: str) -> KnownModel | None:

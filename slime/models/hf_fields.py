@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 Config = dict[str, Any]
-OUTER = ("model_type", "architectures", "tie_word_embeddings", "megatron")
+OUTER = ("model_type", "architectures", "megatron", "vision_config", "image_token_id")
 """What a vision-language config says beside its text part."""
+TIED = "tie_word_embeddings"
 
 
 def text_part(config: Config) -> Config:
@@ -15,7 +16,8 @@ def text_part(config: Config) -> Config:
     if not isinstance(text, dict):
         return config
     outer = {key: config[key] for key in OUTER if key in config}
-    return {**outer, **text, "whole_model_type": config.get("model_type")}
+    tied = {TIED: config[TIED]} if TIED in config else {}  # of the text part transformers reads another default
+    return {**outer, **text, **tied, "whole_model_type": config.get("model_type")}
 
 
 def rope_theta(config: Config) -> float | None:
@@ -79,6 +81,21 @@ def selecting_layers(config: Config) -> list[bool]:
 def interleaves_indexer(config: Config) -> bool:
     """Return True if the indexer rotates neighboring numbers together: GLM's does, unless the config says otherwise."""
     return bool(config.get("indexer_rope_interleave", config.get("model_type") == "glm_moe_dsa"))
+
+
+def deepstack_layers(config: Config) -> int:
+    """Return how many decoder layers, the first ones, a vision tower adds features after; ``config``: text or whole."""
+    vision = config.get("vision_config")
+    return len(vision.get("deepstack_visual_indexes") or ()) if isinstance(vision, dict) else 0
+
+
+def mrope_section(config: Config) -> list[int] | None:
+    """Return how many frequencies turn with time, height and width; None when positions have one number."""
+    for key in ("rope_parameters", "rope_scaling"):
+        found = config.get(key)
+        if isinstance(found, dict) and found.get("mrope_section"):
+            return [int(size) for size in found["mrope_section"]]
+    return None
 
 
 def experts(config: Config) -> tuple[str, int] | None:

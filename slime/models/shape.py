@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.models import hf_fields
+from slime.models.facts import takes_images
 
 if TYPE_CHECKING:
     from slime.arguments.args import Args
@@ -161,6 +162,8 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     experts = _experts(args)
     moe_layers = moe_layer_pattern(_get(args, "moe_layer_freq", 1), args.num_layers)
     indexer = _indexer(args, config, remarks)
+    if takes_images(_get(args, "spec")):
+        remarks.append("the vision tower, whole on every rank of the first pipeline stage, is not counted")
     selects = [indexer is not None] * int(args.num_layers)
     if indexer is not None and len(told := hf_fields.selecting_layers(dict(config))) == args.num_layers:
         selects = told

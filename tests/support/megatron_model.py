@@ -39,7 +39,9 @@ def sequences(vocab_size: int) -> list[torch.Tensor]:
     return [torch.randint(0, vocab_size, (length,), generator=generator) for length in LENGTHS]
 
 
-def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def packed(
+    vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4, given: list[torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return ``(tokens [1, t], index [t], packed_seq_params)`` of this context-parallel rank's part of the pack.
 
     Each sequence is padded to a multiple of ``multiple``. ``index`` counts the real tokens of the pack, -1 is padding.
@@ -47,7 +49,7 @@ def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tu
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens, index, cu_seqlens, count = [], [], [0], 0
-    for sequence in sequences(vocab_size):
+    for sequence in sequences(vocab_size) if given is None else given:
         padding = -len(sequence) % multiple
         positions = torch.cat([torch.arange(len(sequence)) + count, torch.full((padding,), -1)])
         padded = torch.cat([sequence, torch.zeros(padding, dtype=torch.long)])
@@ -65,16 +67,19 @@ def packed(vocab_size: int, cp_rank: int, cp_size: int, multiple: int = 4) -> tu
     return torch.cat(tokens)[None], torch.cat(index), params
 
 
-def output_gradient(vocab_size: int) -> torch.Tensor:
-    """Return the made-up gradient of the loss by the logits: ``[sum(LENGTHS), vocab_size]``."""
-    return torch.randn(sum(LENGTHS), vocab_size, generator=torch.Generator().manual_seed(5))
+def output_gradient(vocab_size: int, tokens: int = sum(LENGTHS)) -> torch.Tensor:
+    """Return the made-up gradient of the loss by the logits: ``[tokens, vocab_size]``."""
+    return torch.randn(tokens, vocab_size, generator=torch.Generator().manual_seed(5))
 
 
-def run_pack(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | None:
+def run_pack(
+    model: list[torch.nn.Module], args: Namespace, given: list[torch.Tensor] | None = None, **inputs: torch.Tensor
+) -> dict[str, Any] | None:
     """Run the pack forward and backward as each of two micro-batches, leaving gradients in the DDP buffers.
 
-    The loss is linear in the logits: ``sum(logits * output_gradient)``. Return this rank's logits of the first
-    micro-batch and their places, None but on the last stage.
+    ``given``: other sequences than the made-up ones, with further ``inputs`` of the model. The loss is linear in the
+    logits: ``sum(logits * output_gradient)``. Return this rank's logits of the first micro-batch and their places, None
+    but on the last stage.
     """
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import finalize_model_grads
@@ -83,12 +88,14 @@ def run_pack(model: list[torch.nn.Module], args: Namespace) -> dict[str, Any] | 
 
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     tp_rank = mpu.get_tensor_model_parallel_rank()
-    tokens, index, params = packed(args.vocab_size, cp_rank, cp_size)
-    gradient = torch.cat([output_gradient(args.vocab_size), torch.zeros(1, args.vocab_size)])[index]  # -1: the zeros
+    tokens, index, _ = packed(args.vocab_size, cp_rank, cp_size, given=given)
+    whole = output_gradient(args.vocab_size, sum(LENGTHS) if given is None else sum(map(len, given)))
+    gradient = torch.cat([whole, torch.zeros(1, args.vocab_size)])[index]  # -1: the zeros
     kept: list[torch.Tensor] = []
 
     def step(_: Any, chunk: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-        logits = chunk(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params)
+        params = packed(args.vocab_size, cp_rank, cp_size, given=given)[2]  # layers may leave something with a pack
+        logits = chunk(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params, **inputs)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
             kept.append(output.detach().clone())
@@ -123,12 +130,12 @@ def hf_gradients(model: list[torch.nn.Module], args: Namespace) -> list[tuple[st
     return [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)]
 
 
-def assemble(results: list[dict[str, Any] | None], vocab_size: int) -> torch.Tensor:
-    """Put the ranks' logits together: ``[sum(LENGTHS), vocab_size]``, NaN where no rank had any."""
+def assemble(results: list[dict[str, Any] | None], vocab_size: int, tokens: int = sum(LENGTHS)) -> torch.Tensor:
+    """Put the ranks' logits together: ``[tokens, vocab_size]``, NaN where no rank had any."""
     parts = [r for r in results if r is not None]
     width = parts[0]["logits"].shape[-1]
     tp_size = 1 + max(r["tp_rank"] for r in parts)
-    full = torch.full((sum(LENGTHS), width * tp_size), float("nan"))
+    full = torch.full((tokens, width * tp_size), float("nan"))
     for part in parts:
         real = part["index"] >= 0
         start = part["tp_rank"] * width

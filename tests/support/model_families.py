@@ -169,12 +169,17 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
 
 def _as_in_a_whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
+    return {name.replace("model.", "model.language_model.", 1): t for name, t in stacked_experts(tensors).items()}
+
+
+def stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with the four experts of each layer in one, as the published Qwen3.5 has them."""
     found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
         experts = [[tensors[f"{prefix}.experts.{i}.{x}_proj.weight"] for x in ("gate", "up", "down")] for i in range(4)]
         found[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
         found[f"{prefix}.experts.down_proj"] = torch.stack([down for _, _, down in experts])
-    return {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in found.items()}
+    return found
 
 
 def language_model(checkpoint: str, name: str) -> Any:

@@ -41,6 +41,7 @@ class OwnArgs:
     only_train_params_name_list: list[str] | None
     freeze_params_name_list: list[str] | None
     freeze_indexer: bool
+    train_vision_tower: bool
     allgather_cp: bool
     quantization_aware_training: bool
     release_train: bool

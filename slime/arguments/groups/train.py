@@ -43,6 +43,11 @@ class Train(ArgumentGroup):
         "freeze the indexer of sparse-attention layers",
         inert="the indexer is never trained: the loss has no gradient by the choice of keys; leave it out",
     )
+    train_vision_tower: bool = flag(
+        False,
+        "train the vision tower of a vision-language model, too; without this it stays as it is in --hf-checkpoint",
+        silenced_by=("no trainer",),
+    )
     allgather_cp: bool = flag(
         False,
         "contiguous context-parallel layout with gathered keys (sparse-attention models)",

@@ -17,7 +17,7 @@ from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
 from slime.arguments.rules.sglang import as_flags
 from slime.models import hf_fields
-from slime.models.facts import UNSUPPORTED, family_of, known_model, trained_families
+from slime.models.facts import family_of, known_model, trained_families
 from slime.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.models.shape import moe_layer_pattern
 
@@ -75,10 +75,8 @@ def check_trained(args: Args) -> None:
     classes = [str(one) for one in config.get("architectures") or ()]
     problem = None
     if family_is_unknown({**config, "model_type": family}):
-        known = [why for model_type, why in UNSUPPORTED.items() if model_type == family]
-        reason = f" ({known[0]})" if known else ""
         problem = (
-            f"model_type {family or 'missing'}{reason}, which slime does not train; it trains "
+            f"model_type {family or 'missing'}, which slime does not train; it trains "
             f"{', '.join(trained_families())}. Give --model-name where its layers and tensor names are those of one of "
             "them; docs/en/developer_guide/add_a_model_family.md says how a family is added"
         )

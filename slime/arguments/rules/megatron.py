@@ -7,7 +7,7 @@ from typing import Any
 from slime.arguments.args import Args
 from slime.arguments.errors import ArgumentError
 from slime.arguments.passthrough.megatron import aliases
-from slime.arguments.rules import experts, parallelism, sparse_attention
+from slime.arguments.rules import experts, parallelism, sparse_attention, vision
 from slime.arguments.rules.hf_config import suggested_flags
 from slime.models.shape import DESCRIBED_BY, default_ffn_hidden_size, padded_vocab_size
 
@@ -23,6 +23,7 @@ def derive(args: Args) -> None:
     parallelism.derive_sizes(args)
     parallelism.derive_stages(args)
     sparse_attention.check(args)
+    vision.check(args)
     parallelism.check_batches(args)
     experts.check(args)
     derive_model(args)

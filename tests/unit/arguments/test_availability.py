@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from slime.arguments.availability import (
-    NOT_YET_SPECS,
     inert_messages,
     is_available,
     refused_values,
@@ -45,13 +44,6 @@ def test_every_unavailable_flag_is_refused_by_name(flags):
             messages = inert_messages if flag.traits.inert else unavailable_messages
             (message,) = messages({flag.dest: value}, flags)
             assert flag.option in message
-
-
-@pytest.mark.parametrize("module", NOT_YET_SPECS)
-def test_a_specification_that_only_has_its_name_is_refused(module, flags):
-    (message,) = unavailable_messages({"spec": [module, "get"]}, flags)
-    assert message.startswith(f"--spec {module} get is not available yet in this version: megatron-core")
-    assert unavailable_messages({"spec": ["slime_plugins.models.glm4", "get_glm_spec"]}, flags) == []
 
 
 def test_the_default_of_an_unavailable_flag_may_be_spelled_out(flags):

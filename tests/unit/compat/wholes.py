@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -186,15 +187,19 @@ class Router:
         return served
 
 
-def says_what_to_give_instead() -> Any:
-    """The vision model's provider can only refuse, in words."""
+def VisionModel() -> Any:
+    """The vision model's provider, without Megatron: what is built is said in words."""
 
-    def get_qwen3_5_vl_model_provider(*args: Any, **kwargs: Any) -> str:
+    def get_qwen3_5_vl_model_provider(*args: Any, **kwargs: Any) -> Any:
         from slime_plugins.models.qwen3_5_vl import get_qwen3_5_vl_model_provider as provide
 
-        with pytest.raises(ValueError, match="get_qwen3_5_spec"):
-            provide(*args, **kwargs)
-        return "refused"
+        def build(args: Any, config: Any, spec: Any, tower: Any, **stage: Any) -> str:
+            whole = stage["pre_process"] and stage["post_process"] and stage["vp_stage"] is None
+            return f"{tower.__name__} and {spec.__name__}, {'whole' if whole else 'in parts'}"
+
+        builder = SimpleNamespace(vision_language_model=build)
+        patched().setitem(sys.modules, "slime.backends.megatron_utils.model.vision", builder)
+        return provide(*args, **kwargs)
 
     return SimpleNamespace(get_qwen3_5_vl_model_provider=get_qwen3_5_vl_model_provider)
 
@@ -206,8 +211,8 @@ CALLS = [
     Call(
         "slime_plugins.models.qwen3_5_vl.get_qwen3_5_vl_model_provider",
         {"args": SimpleNamespace(hf_checkpoint="/model"), "config": None, "vp_stage": None},
-        "refused",
-        on=says_what_to_give_instead,
+        "Qwen3_5VisionModel and get_qwen3_5_spec, whole",
+        on=VisionModel,
     ),
     Call(
         "slime.rollout.sft_rollout.generate_rollout",

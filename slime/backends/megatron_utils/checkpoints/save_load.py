@@ -44,7 +44,7 @@ from slime.backends.megatron_utils.checkpoints.random_states import (
     rng_state,
     saved_layout,
 )
-from slime.backends.megatron_utils.checkpoints.torch_dist import rename_to_stored, take_unstored_states
+from slime.backends.megatron_utils.checkpoints.torch_dist import check_tower, rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
     check_optimizers,
@@ -262,6 +262,7 @@ def _load_sharded(
     try:
         with _naming_damage(directory):
             stored = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
+            check_tower(state.model, stored, directory)
             renamed = rename_to_stored(request, stored)
             own = {name: take_unstored_states(request[name], stored) for name, _ in _named_chunks(state.model)}
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(directory))

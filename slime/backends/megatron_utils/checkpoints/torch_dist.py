@@ -18,6 +18,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from slime.backends.megatron_utils.checkpoints import directory as checkpoint_dir
 from slime.backends.megatron_utils.checkpoints.pickles import check_metadata
+from slime.backends.megatron_utils.state.parallel import unwrap
+from slime.backends.megatron_utils.weights.maps.vision import TOWER
 
 # A key of all layers of a decoder, or of one of them, has the layer's number in the tensor's first dimension or in it.
 _ALL_LAYERS = re.compile(r"^decoder\.layers\.(?!\d+\.)")
@@ -241,3 +243,21 @@ def _sharded(part: object) -> Iterator[Any]:
             yield from _sharded(inner)
     elif hasattr(part, "key") and hasattr(part, "replica_id"):
         yield part
+
+
+def check_tower(model: Sequence[torch.nn.Module], stored: Collection[str], directory: Path) -> None:
+    """Compare the names ``stored`` in a checkpoint with the model. Raises ValueError if only one trains its tower."""
+    trains = getattr(unwrap(model[0]), "trains_tower", None)
+    if trains is None:  # a model without images
+        return
+    is_stored = any(name.startswith(TOWER) for name in stored)
+    if is_stored and not trains:
+        raise ValueError(
+            f"checkpoint {directory} has a trained vision tower, and this run would take that of --hf-checkpoint: add "
+            "--train-vision-tower, or export the checkpoint and give that as --hf-checkpoint"
+        )
+    if trains and not is_stored:
+        raise ValueError(
+            f"checkpoint {directory} has no vision tower: its run left that of its --hf-checkpoint as it was. To train "
+            "it from now on, export the checkpoint and give that as --load, a fresh start"
+        )

@@ -88,11 +88,16 @@ def _on_device(config: TransformerConfig, model: torch.nn.Module) -> torch.nn.Mo
     model.to(accelerator.current_device())
     if not (config.fp16 or config.bf16):
         return model
-    exact = router_buffers(model)
+    exact = [*router_buffers(model), *_frequencies(model)]
     half = Float16Module(config, model)
-    for router, name, buffer in exact:
-        setattr(router, name, buffer)
+    for module, name, buffer in exact:
+        setattr(module, name, buffer)
     return half
+
+
+def _frequencies(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
+    """Return ``(module, name, buffer)`` of rotary embeddings that are modules of transformers: they stay fp32 there."""
+    return [(m, name, b) for m in model.modules() for name, b in m.named_buffers(recurse=False) if name == "inv_freq"]
 
 
 def model_provider(args: Args, config: TransformerConfig) -> Provider:
@@ -151,15 +156,17 @@ def gpt_model(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
+    model_class: Callable[..., torch.nn.Module] | None = None,
 ) -> torch.nn.Module:
     """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks.
 
-    The last stage holds the layers of ``--mtp-num-layers``.
+    The last stage holds the layers of ``--mtp-num-layers``. ``model_class`` is built in its place, without them.
     """
     from megatron.core.models.gpt import GPTModel
 
-    model_class: Callable[..., torch.nn.Module] = GPTModel
-    if post_process and args.mtp_num_layers:
+    if model_class is None:
+        model_class = GPTModel
+    if model_class is GPTModel and post_process and args.mtp_num_layers:
         from slime.backends.megatron_utils.model.layer_specs import mtp_block_spec
         from slime.backends.megatron_utils.model.mtp_model import GPTModelWithMTP
 
@@ -283,7 +290,7 @@ def _check(args: Args, settings: dict[str, Any], path: Path) -> None:
     config = config.get("text_config", config)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if kind in ("default", "mrope"):  # the latter: positions of three numbers, see ``vision``
         if settings["rope_scaling"]:
             raise ValueError(
                 f"--use-rope-scaling is set, but {path} describes a model without rope scaling: drop the flag"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from slime.backends.megatron_utils.state.host_copy import HostCopy
-from slime.backends.megatron_utils.state.parallel import gather_from_world
+from slime.backends.megatron_utils.state.parallel import gather_from_world, unwrap
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer
@@ -206,6 +206,9 @@ def _weight_tensors(model: Sequence[torch.nn.Module]) -> Iterator[Tensor]:
         yield from (parameter.data for parameter in chunk.parameters())
         yield from (buffer for _, buffer in chunk.named_buffers())
         yield from (buffer.param_data for buffer in _ddp_buffers(chunk) if buffer.param_data is not None)
+        tower = getattr(unwrap(chunk), "tower", None)
+        if isinstance(tower, torch.nn.Module):  # of a vision-language model, which is no part of it while it is frozen
+            yield from (tensor.data for tensor in (*tower.parameters(), *tower.buffers()))
 
 
 def _optimizer_tensors(optimizer: Any | None, device: str | None) -> Iterator[Tensor]:

@@ -182,3 +182,19 @@ class GateUp(Layout):
     def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
         halves = [shard.chunk(2) for shard in shards]
         return [torch.cat([half[i] for half in halves]) for i in range(2)]
+
+
+@dataclass(frozen=True)
+class Transposed(Layout):
+    """Matrices that Hugging Face stores transposed; ``layout`` describes them as they are in Megatron."""
+
+    layout: Layout
+
+    def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
+        return [shape[::-1] for shape in self.layout.hf_shapes(local, tp_size, dims)]
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        return self.layout.shard([source[:].t() for source in sources], tp_rank, tp_size, dims)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        return [full.t().contiguous() for full in self.layout.unshard(shards, dims)]

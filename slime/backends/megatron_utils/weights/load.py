@@ -121,7 +121,7 @@ def _held_elsewhere(name: str, is_mtp: bool, family: Family, own: Own, args: Arg
     """
     if not family.knows_hf(name):
         return False
-    _, layer, expert = as_template(name)
+    layer, expert = as_template(name)[1:3]
     if layer is None:
         return name != LM_HEAD or tied(args) or pipeline_parallel().size > 1
     if (is_mtp, layer) not in own:

@@ -89,7 +89,7 @@ def _parameters_and_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def _with_global_expert(name: str, first_expert: int) -> str:
-    template, layer, expert = as_template(name)
+    template, layer, expert, _ = as_template(name)
     if expert is None:
         return name
     return template.format(layer=layer, expert=first_expert + expert)
@@ -155,4 +155,4 @@ def hf_place(name: str, family: Family, num_layers: int) -> tuple[Rule, int | No
     layer = place.layer
     if layer is not None and name.startswith(MTP) and family.mtp and family.mtp.pattern is None:
         layer += num_layers
-    return rule, layer, place.expert, tuple(rule.hf_names(layer, place.expert))
+    return rule, layer, place.expert, tuple(rule.hf_names(layer, place.expert, place.block))

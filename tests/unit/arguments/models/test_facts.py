@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from slime.models.facts import Model, models
 from slime.models.megatron_flags import describe, megatron_flags
 
-# transformers has no class for these; theirs has the same layers.
-CLASS_OF = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+# transformers has no class of a language model for these; theirs has the same layers.
+CLASS_OF = {
+    "kimi_k2": "deepseek_v3", "mimo": "qwen2",
+    "qwen3_vl_text": "qwen3", "qwen3_vl_moe_text": "qwen3_moe", "qwen2_5_vl_text": "qwen2",
+}  # fmt: skip
 # The total that a model's publisher puts in its name, in billions.
 NAMES_WITH_TOTAL = {name: float(m[1]) for name in models() if (m := re.search(r"-(\d+(?:\.\d+)?)B", name))}
 

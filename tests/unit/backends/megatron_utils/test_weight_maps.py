@@ -46,7 +46,19 @@ def test_every_family_is_in_the_table_and_on_the_page_of_models() -> None:
     ],
 )
 def test_templates(name: str, template: str, layer: int | None, expert: int | None) -> None:
-    assert as_template(name) == (template, layer, expert)
+    assert as_template(name) == (template, layer, expert, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [
+        ("visual.blocks.12.attn.qkv.bias", "visual.blocks.{block}.attn.qkv.bias"),
+        ("model.visual.blocks.12.norm1.weight", "model.visual.blocks.{block}.norm1.weight"),
+        ("visual.deepstack_merger_list.12.norm.weight", "visual.deepstack_merger_list.{block}.norm.weight"),
+    ],
+)
+def test_blocks_of_a_vision_tower_are_no_layers(name: str, template: str) -> None:
+    assert as_template(name) == (template, None, None, 12)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)

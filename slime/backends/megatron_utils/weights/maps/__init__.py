@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5
+from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5, vision
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
-from slime.models.facts import UNSUPPORTED
 
 __all__ = ["FAMILIES", "Family", "Rule", "family_of"]
 
@@ -22,22 +21,23 @@ FAMILIES: tuple[Family, ...] = (
     families.MINIMAX_M2,
     families.QWEN3_NEXT,
     *qwen3_5.FAMILIES,
+    vision.QWEN3_VL,
+    vision.QWEN3_VL_MOE,
+    vision.QWEN2_5_VL,
 )
 
 
 def family_of(model_type: str) -> Family:
     """Return the family of a ``model_type``, written with or without ``_`` and ``-``.
 
-    Raises ValueError for another one, with the reason where one is known, and listing those there are.
+    Raises ValueError for another one, listing those there are.
     """
     wanted = _squashed(model_type)
     for family in FAMILIES:
         if any(_squashed(name) == wanted for name in family.model_types):
             return family
     known = sorted(name for family in FAMILIES for name in family.model_types)
-    reasons = [why for name, why in UNSUPPORTED.items() if _squashed(name) == wanted]
-    because = f": {reasons[0]}" if reasons else ""
-    raise ValueError(f"no weight map for model_type {model_type!r}{because}; there are maps for {known}")
+    raise ValueError(f"no weight map for model_type {model_type!r}; there are maps for {known}")
 
 
 def _squashed(model_type: str) -> str:

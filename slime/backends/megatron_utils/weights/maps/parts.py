@@ -95,6 +95,17 @@ def _expert_names(linear: str) -> tuple[str, str]:
     return f"mlp.experts.{linear}.weight{{expert}}", f"mlp.experts.local_experts.{{expert}}.{linear}.weight"
 
 
+def stacked_experts(gate_up: Layout, down: Layout) -> tuple[Rule, ...]:
+    """Return the rules of routed experts of which the checkpoint has one tensor each of all gates and ups, and downs.
+
+    ``gate_up`` and ``down`` are the layouts of one expert.
+    """
+    return (
+        layer_rule(_expert_names("linear_fc1"), ("mlp.experts.gate_up_proj",), gate_up),
+        layer_rule(_expert_names("linear_fc2"), ("mlp.experts.down_proj",), down),
+    )
+
+
 def router(name: str = "mlp.gate.weight") -> Rule:
     """Return the rule of the router's weight, ``[experts, hidden]``."""
     return layer_rule("mlp.router.weight", (name,), Replicated())

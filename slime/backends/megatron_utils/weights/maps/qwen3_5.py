@@ -6,8 +6,6 @@ the language model below ``model.language_model``, with the experts of a layer s
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slime.backends.megatron_utils.weights.layouts import RowParallel
 from slime.backends.megatron_utils.weights.maps.families import GATED_SHARED_EXPERT
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
@@ -15,38 +13,31 @@ from slime.backends.megatron_utils.weights.maps.parts import (
     GATED_ATTENTION,
     ROTARY_BUFFERS,
     delta_net,
-    layer_rule,
     one_mtp_layer,
     router,
     shared_expert_gate,
     shared_experts,
+    stacked_experts,
 )
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
+from slime.backends.megatron_utils.weights.maps.vision import BELOW_MODEL, QWEN3_TOWER, below_language_model
 
-VISION = (r"^model\.visual\.",)
 DENSE = (*GATED_ATTENTION, *delta_net("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
-_FC = "mlp.experts.linear_fc{}.weight{{expert}}", "mlp.experts.local_experts.{{expert}}.linear_fc{}.weight"
 STACKED_EXPERTS = (
     router(),
-    layer_rule(tuple(name.format(1) for name in _FC), ("mlp.experts.gate_up_proj",), FusedGateUp()),
-    layer_rule(tuple(name.format(2) for name in _FC), ("mlp.experts.down_proj",), RowParallel()),
+    *stacked_experts(FusedGateUp(), RowParallel()),
     *shared_experts("mlp.shared_expert."),
     shared_expert_gate(),
 )
 
 
-def _below_language_model(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    prefix = "model.language_model."
-    return tuple(replace(rule, hf=tuple(name.replace("model.", prefix, 1) for name in rule.hf)) for rule in rules)
-
-
-def _family(name: str, rules: tuple[Rule, ...]) -> Family:
-    return Family(name, (name,), rules, ROTARY_BUFFERS, VISION, one_mtp_layer(rules))
+def _family(name: str, rules: tuple[Rule, ...], tower: tuple[Rule, ...] = ()) -> Family:
+    return Family(name, (name,), rules, ROTARY_BUFFERS, BELOW_MODEL, one_mtp_layer(rules), tower)
 
 
 FAMILIES = (
     _family("qwen3_5_text", DENSE),
     _family("qwen3_5_moe_text", (*DENSE, *GATED_SHARED_EXPERT)),
-    _family("qwen3_5", _below_language_model(DENSE)),
-    _family("qwen3_5_moe", _below_language_model((*DENSE, *STACKED_EXPERTS))),
+    _family("qwen3_5", below_language_model(DENSE), QWEN3_TOWER),
+    _family("qwen3_5_moe", below_language_model((*DENSE, *STACKED_EXPERTS)), QWEN3_TOWER),
 )

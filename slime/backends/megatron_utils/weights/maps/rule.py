@@ -9,17 +9,19 @@ from typing import NamedTuple
 
 from slime.backends.megatron_utils.weights.layouts import Layout
 
-LAYER, EXPERT = "{layer}", "{expert}"
+LAYER, EXPERT, BLOCK = "{layer}", "{expert}", "{block}"
 _LAYER_NUMBER = re.compile(r"(?:(?<=\blayers\.)|(?<=\bmtp_layers\.))\d+(?=\.)")
 # One module per expert (`experts.3.`, `local_experts.3.`), or one grouped module with a weight per expert (`weight3`).
 _EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.weight)\d+$")
+_BLOCK_NUMBER = re.compile(r"(?:(?<=\bvisual\.blocks\.)|(?<=\bdeepstack_merger_list\.))\d+(?=\.)")
 
 
 @dataclass(frozen=True)
 class Rule:
     """``megatron``: the parameter's name, and its other names (TransformerEngine fuses norms into linear layers).
 
-    ``{layer}`` is the zero-based global layer number, ``{expert}`` the number of a routed expert. ``hf``:
+    ``{layer}`` is the zero-based global layer number, ``{expert}`` the number of a routed expert, ``{block}`` that of a
+    block of a vision tower, all of which are on the first pipeline stage. ``hf``:
     the tensors it is made of, in the layout's order. A rule with ``{expert}`` on Megatron's side alone means that the
     Hugging Face tensors stack all experts of the layer along a new first dimension; the layout describes one expert.
     """
@@ -38,9 +40,13 @@ class Rule:
         """Return whether a Hugging Face tensor holds all experts of a layer."""
         return self.is_expert and not any(EXPERT in name for name in self.hf)
 
-    def hf_names(self, layer: int | None, expert: int | None = None) -> list[str]:
-        """Return the Hugging Face names for ``layer`` and ``expert`` (None for a parameter outside of them)."""
-        return [name.replace(LAYER, str(layer)).replace(EXPERT, str(expert)) for name in self.hf]
+    def hf_names(self, layer: int | None, expert: int | None = None, block: int | None = None) -> list[str]:
+        """Return the Hugging Face names for ``layer``, ``expert`` and ``block`` (None for a parameter outside)."""
+        numbers = {LAYER: layer, EXPERT: expert, BLOCK: block}
+        names = list(self.hf)
+        for placeholder, number in numbers.items():
+            names = [name.replace(placeholder, str(number)) for name in names]
+        return names
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class Family:
 
     ``ignored``: regular expressions of Hugging Face tensors that hold nothing to load (buffers of old checkpoints).
     ``carried``: those of parts that are not built (a vision tower), which an export takes over as they are; without
-    ``--mtp-num-layers`` it does so with the tensors of ``mtp``, too.
+    ``--mtp-num-layers`` it does so with the tensors of ``mtp``, too. ``tower``: rules of a vision tower, whose
+    tensors are carried as well, for a model that trains it.
     """
 
     name: str
@@ -72,6 +79,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     carried: tuple[str, ...] = ()
     mtp: MTPLayers | None = None
+    tower: tuple[Rule, ...] = ()
 
     @property
     def _all_rules(self) -> tuple[Rule, ...]:
@@ -79,7 +87,7 @@ class Family:
 
     @cached_property
     def _by_template(self) -> dict[str, Rule]:
-        return {template: rule for rule in self._all_rules for template in rule.megatron}
+        return {template: rule for rule in (*self._all_rules, *self.tower) for template in rule.megatron}
 
     @cached_property
     def _hf_templates(self) -> frozenset[str]:
@@ -108,7 +116,7 @@ class Family:
         return as_template(megatron_name).template in self._by_template
 
     def knows_hf(self, hf_name: str) -> bool:
-        """Return whether a rule mentions this Hugging Face name (of any layer and expert)."""
+        """Return whether a rule, not of a tower, mentions this Hugging Face name (of any layer and expert)."""
         return as_template(hf_name).template in self._hf_templates
 
     def ignores_hf(self, hf_name: str) -> bool:
@@ -138,13 +146,15 @@ class Place(NamedTuple):
     template: str
     layer: int | None
     expert: int | None
+    block: int | None
 
 
 def as_template(name: str) -> Place:
     """Take the numbers out of a name: ``layers.3.b.experts.7.c`` -> ``layers.{layer}.b.experts.{expert}.c``, 3, 7."""
+    name, block = _cut(_BLOCK_NUMBER, name, BLOCK)
     name, expert = _cut(_EXPERT_NUMBER, name, EXPERT)
     template, layer = _cut(_LAYER_NUMBER, name, LAYER)
-    return Place(template, layer, expert)
+    return Place(template, layer, expert, block)
 
 
 def _cut(number: re.Pattern[str], name: str, placeholder: str) -> tuple[str, int | None]:

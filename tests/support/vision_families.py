@@ -1,0 +1,292 @@
+"""Tiny random checkpoints of vision-language families, samples with images, and what transformers computes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.support.megatron_model import hf_gradients, model_args, output_gradient, run_pack
+from tests.support.megatron_references import Reference
+from tests.support.model_families import HYBRID, SHARED_EXPERT, SIZES, stacked_experts
+from tests.support.ranks import error_of, loaded_model, switch_layout
+
+IMAGE, VIDEO, START, END = 250, 251, 252, 253
+TEXT = 200
+"""Tokens below this are text."""
+TOWER = {
+    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
+    "spatial_merge_size": 2, "out_hidden_size": 64,
+}  # fmt: skip
+PATCH = 3 * 2 * 4 * 4
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+INTERLEAVED = {**ROPE, "mrope_interleaved": True}
+
+
+class Tiny(NamedTuple):
+    """``text`` over SIZES, and ``vision`` over TOWER, of the family ``model_type``."""
+
+    model_type: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+
+
+FAMILIES: dict[str, Tiny] = {
+    "qwen3_vl": Tiny(
+        "qwen3_vl",
+        {"num_hidden_layers": 4, "rope_parameters": {**INTERLEAVED, "mrope_section": [4, 2, 2]}},
+        {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+    ),
+    "qwen3_vl_moe": Tiny(
+        "qwen3_vl_moe",
+        {
+            "rope_parameters": {**INTERLEAVED, "mrope_section": [4, 2, 2]},
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
+        },
+        {"num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+    ),
+    "qwen2_5_vl": Tiny(
+        "qwen2_5_vl",
+        {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
+        {"window_size": 16, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_5": Tiny(
+        "qwen3_5",
+        {
+            **HYBRID,
+            "rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            "partial_rotary_factor": 0.5,
+        },
+        {"num_position_embeddings": 16},
+    ),
+    "qwen3_5_moe": Tiny(
+        "qwen3_5_moe",
+        {
+            **HYBRID, **SHARED_EXPERT,
+            "rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+            "partial_rotary_factor": 0.5,
+        },
+        {"num_position_embeddings": 16},
+    ),
+}  # fmt: skip
+TP2, SP = ("--tensor-model-parallel-size", 2), ("--sequence-parallel",)
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
+TRAINED = ("--train-vision-tower",)
+PP2 = ("--pipeline-model-parallel-size", 2)
+CP2 = ("--context-parallel-size", 2)
+LAYOUTS: dict[str, tuple[Any, ...]] = {
+    "dp2": (),
+    "tp2": TP2,
+    "tp2-sp": (*TP2, *SP),
+    "pp2": PP2,
+    "cp2": CP2,
+    "ep2": ("--expert-model-parallel-size", 2),
+    "dp2, trained": TRAINED,
+    "tp2-sp, trained": (*TRAINED, *TP2, *SP),
+    "pp2, trained": (*TRAINED, *PP2),
+    "cp2, trained": (*TRAINED, *CP2),
+    "cp2, recomputed": (*CP2, *FULL),
+    "pp2, recomputed, trained": (*TRAINED, *PP2, *FULL),
+    "tp2-sp, recomputed, trained": (*TRAINED, *TP2, *SP, *FULL),
+    "cp2, recomputed, trained": (*TRAINED, *CP2, *FULL),
+}
+EXPORTED = ("pp2", "tp2-sp, trained", "pp2, trained")
+WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
+CASES = [
+    (name, layout)
+    for layout in LAYOUTS
+    for name in FAMILIES
+    if layout not in ("tp2", "ep2") or (layout == "ep2") == (name in WITH_EXPERTS)  # experts need sequence parallelism
+]
+
+GRIDS = ([(1, 4, 6), (1, 6, 4)], [], [(1, 4, 4)])
+"""Images of the samples: of two sizes, none, one."""
+
+
+class Pack(NamedTuple):
+    """``tokens`` of each sample, ``pixels`` [patches, PATCH] and ``grids`` [images, 3] of each, None without images."""
+
+    tokens: list[torch.Tensor]
+    pixels: list[torch.Tensor | None]
+    grids: list[torch.Tensor | None]
+
+
+def samples(images: tuple[list[tuple[int, int, int]], ...] = GRIDS) -> Pack:
+    """Return made-up samples with ``images``, the same in every process."""
+    generator = torch.Generator().manual_seed(7)
+    pack = Pack([], [], [])
+    for grids, length in zip(images, (5, 7, 4), strict=False):
+        tokens, pixels = [], []
+        for time, height, width in grids:
+            text = torch.randint(0, TEXT, (length,), generator=generator).tolist()
+            tokens += [*text, START, *[IMAGE] * (time * height * width // 4), END]
+            pixels.append(torch.randn(time * height * width, PATCH, generator=generator))
+        tokens += torch.randint(0, TEXT, (length,), generator=generator).tolist()
+        pack.tokens.append(torch.tensor(tokens))
+        pack.pixels.append(torch.cat(pixels) if pixels else None)
+        pack.grids.append(torch.tensor(grids) if grids else None)
+    return pack
+
+
+def joined(pack: Pack) -> dict[str, torch.Tensor]:
+    """Return the inputs of a model for the whole pack."""
+    pixels, grids = ([x for x in part if x is not None] for part in (pack.pixels, pack.grids))
+    return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)} if grids else {}
+
+
+def make_checkpoint(folder: Path, name: str, *, seed: int = 11, **text: Any) -> str:
+    """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
+    from transformers import AutoModelForImageTextToText
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    tiny, path = FAMILIES[name], folder / name
+    sizes = {**SIZES, **tiny.text, **text}
+    if tiny.model_type == "qwen2_5_vl":
+        del sizes["head_dim"]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = CONFIG_MAPPING[tiny.model_type](
+            text_config=sizes,
+            vision_config={**TOWER, **tiny.vision},
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=START,
+            vision_end_token_id=END,
+            tie_word_embeddings=sizes["tie_word_embeddings"],
+        )
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model.save_pretrained(path)
+    randomize(path / "model.safetensors", seed, publish=PUBLISHED.get(name))
+    return str(path)
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _transposed_experts(tensors: Tensors) -> Tensors:
+    stacked = ("experts.gate_up_proj", "experts.down_proj")
+    return {n: t.transpose(1, 2).contiguous() if n.endswith(stacked) else t for n, t in tensors.items()}
+
+
+PUBLISHED = {"qwen3_vl_moe": _transposed_experts, "qwen3_5_moe": stacked_experts}
+"""What makes of the tensors that transformers 5.12 saves those of the published checkpoints."""
+
+
+def randomize(path: Path, seed: int, publish: Callable[[Tensors], Tensors] | None = None) -> None:
+    """Give every tensor of the file values of its own, then write what ``publish`` makes of them."""
+    from safetensors.torch import load_file, save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, tensor in load_file(path).items():
+        noise = torch.randn(tensor.shape, generator=generator)
+        is_norm = "norm" in name or "ln_q" in name
+        is_bias = name.endswith("bias")
+        tensors[name] = 0.3 * noise if is_bias else 1 + 0.3 * noise if is_norm else 0.15 * noise
+    save_file(tensors if publish is None else publish(tensors), path, metadata={"format": "pt"})
+
+
+def whole_model(checkpoint: str) -> Any:
+    """Return the model that transformers makes of the checkpoint, in fp32, with its plain attention."""
+    from transformers import AutoModelForImageTextToText
+
+    eager = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForImageTextToText.from_pretrained(checkpoint, **eager)
+
+
+def per_sample(model: Any, pack: Pack) -> list[torch.Tensor]:
+    """Return the logits of each sample, computed alone."""
+    found = []
+    for tokens, pixels, grids in zip(*pack, strict=True):
+        inputs = {} if grids is None else {
+            "pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (tokens == IMAGE).int()[None],
+        }  # fmt: skip
+        model.model.rope_deltas = None
+        found.append(model(tokens[None], **inputs).logits[0])
+    return found
+
+
+def reference(checkpoint: str, name: str, pack: Pack) -> Reference:
+    """Return logits and gradients by transformers and autograd, one sample after the other, without padding."""
+    from safetensors.torch import load_file
+
+    model = whole_model(checkpoint)
+    logits = torch.cat(per_sample(model, pack))
+    (logits * output_gradient(*reversed(logits.shape))).sum().backward()
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if name == "qwen2_5_vl":
+        gradients = {_saved(n): gradient for n, gradient in gradients.items()}
+    if name == "qwen3_vl_moe":
+        gradients = _transposed_experts(gradients)
+    return Reference(logits.detach(), weights, gradients)
+
+
+def _saved(name: str) -> str:
+    """Return the name in checkpoints of Qwen2.5-VL, which are those of an older transformers."""
+    return name.replace("model.language_model.", "model.", 1).replace("model.visual.", "visual.", 1)
+
+
+def is_tower(name: str) -> bool:
+    return "visual." in name
+
+
+def some_families(checkpoints: dict[str, str], scratch: str, cases: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return what the layouts make of families on this rank, for ``cases`` of CASES."""
+    results = {}
+    for layout, flags in LAYOUTS.items():
+        names = [name for name in FAMILIES if (name, layout) in cases]
+        if names:
+            switch_layout(model_args(checkpoints[names[0]], *provider(names[0]), *flags))
+        for name in names:
+            folder = Path(scratch) / f"{name}-{layout}"
+            exports = layout in EXPORTED
+            results[f"{layout}/{name}"] = logits_and_weights(checkpoints[name], name, flags, folder, exports=exports)
+    return results
+
+
+def provider(name: str) -> tuple[str, ...]:
+    """Return the flags that a config of Qwen3.5 does not imply: it is trained without images, too."""
+    return ("--spec", "slime_plugins.models.qwen3_5_vl", "get_qwen3_5_vl_model_provider") if "qwen3_5" in name else ()
+
+
+def logits_and_weights(
+    checkpoint: str, name: str, flags: tuple[Any, ...], export_dir: Path, *, exports: bool
+) -> dict[str, Any]:
+    """Return this rank's logits, gradients and weights; export the model if ``exports``."""
+    from slime.backends.megatron_utils.weights import describe_hf_weights, export_hf, iter_hf_weights
+
+    args = model_args(checkpoint, *provider(name), *flags)
+    args.use_distributed_optimizer = False  # so that every rank has all gradients
+    model = loaded_model(args, checkpoint)
+    if exports:
+        export_hf(model, args, export_dir)
+    own = [(name, tuple(tensor.shape)) for name, tensor in iter_hf_weights(model, args)]
+    pack = samples()
+    return {
+        "weights": [(name, tensor.clone()) for name, tensor in iter_hf_weights(model, args, gather_pp=True)],
+        "described": [(n, s) for n, s, _ in describe_hf_weights(model, args)] == own,
+        "forward": run_pack(model, args, pack.tokens, **joined(pack)),
+        "gradients": hf_gradients(model, args),
+    }
+
+
+def refused(checkpoint: str) -> dict[str, str]:
+    """Return the messages for packs whose image tokens are not those of their images."""
+    args = model_args(checkpoint)
+    switch_layout(args)
+    model = loaded_model(args, checkpoint)
+    pack = samples()
+    inputs = joined(pack)
+    cut = {"pixel_values": inputs["pixel_values"][:-16], "image_grid_thw": inputs["image_grid_thw"][:-1]}
+    broken = [tokens.clone() for tokens in pack.tokens]
+    first = int((broken[0] == IMAGE).nonzero()[0])
+    broken[0][first - 1], broken[0][first + 1] = IMAGE, START
+    return {
+        "one image too few": error_of(lambda: run_pack(model, args, pack.tokens, **cut)),
+        "text within an image": error_of(lambda: run_pack(model, args, broken, **inputs)),
+        "no images": error_of(lambda: run_pack(model, args, pack.tokens)),
+        "no pixels": error_of(lambda: run_pack(model, args, pack.tokens, image_grid_thw=inputs["image_grid_thw"])),
+    }
