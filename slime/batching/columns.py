@@ -180,12 +180,15 @@ class RolloutShard:
         as_lists(data)
         return data
 
-    def to_tensors(self, device: torch.device | str = "cpu") -> dict[str, Any]:
+    def to_tensors(
+        self, device: torch.device | str = "cpu", images_on: torch.device | str | None = None
+    ) -> dict[str, Any]:
         """Return the dict that training stages work on, with columns on ``device``.
 
         ``RaggedTensor`` columns, writable: tokens int64 [total_length], loss_masks int32 [response_length],
         rollout_log_probs and teacher_log_probs float32 [response_length], top-p ids and offsets int32.
-        rollout_routed_experts [total_length - 1, layers, topk] stay on the CPU. response_lengths, total_lengths,
+        rollout_routed_experts [total_length - 1, layers, topk] stay on the CPU, multimodal_train_inputs go to
+        ``images_on`` if that is given. response_lengths, total_lengths,
         rewards, truncated, sample_indices, rollout_ids, rollout_turn_counts: lists of Python numbers;
         rollout_mask_sums: float32 tensor [n].
         raw_reward is that of the whole batch, local_raw_reward that of this shard (absent without raw rewards). The
@@ -213,7 +216,8 @@ class RolloutShard:
         data["rollout_mask_sums"] = torch.from_numpy(self.batch.numbers["rollout_mask_sums"].copy()).to(device)
         data.update({key: list(objects) for key, objects in self.batch.objects.items()})
         if "multimodal_train_inputs" in data:
-            data["multimodal_train_inputs"] = [_moved(inputs, device) for inputs in data["multimodal_train_inputs"]]
+            place = device if images_on is None else images_on
+            data["multimodal_train_inputs"] = [_moved(inputs, place) for inputs in data["multimodal_train_inputs"]]
         if self.batch_raw_reward is not None:
             data["raw_reward"] = _plain(self.batch_raw_reward)
             data["local_raw_reward"] = _plain(self.batch.raw_reward)

@@ -8,13 +8,14 @@ schedule (``micro_batch_indices``, ``num_microbatches``, ``global_batch_sizes``)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from slime.arguments.args import Args
+from slime.backends.megatron_utils.model.images import Images, images_of, place_images
 from slime.backends.megatron_utils.model.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
@@ -24,20 +25,27 @@ from slime.batching.packing import pack
 from slime.batching.ragged_tensor import RaggedTensor, as_lists
 from slime.batching.routed_experts import rows_of_samples
 from slime.batching.validate import IDS, OFFSETS, sample_namer
+from slime.models.facts import takes_images
 from slime.utils.moved import moved
 
 RolloutData = dict[str, Any]
 
 # Whole-batch columns and schedule: they are not per sample even when their length happens to fit.
 _NOT_PER_SAMPLE = {"raw_reward", "global_batch_sizes", "num_microbatches", "micro_batch_indices", "partition"}
+PIXELS, GRIDS = "pixel_values", "image_grid_thw"
+"""The inputs of a model for images; only the first pipeline stage reads the first."""
 # Columns with one value per response token that arrive in full length and are kept in the CP-local layout.
 _TOKEN_COLUMNS_TO_SLICE = ("rollout_log_probs", "teacher_log_probs")
 
 
 def prepare_rollout_data(args: Args, shard: RolloutShard, device: torch.device) -> RolloutData:
-    """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part."""
+    """Return the columns of ``shard`` on ``device``, checked, with per-token columns cut to this CP rank's part.
+
+    Images, which are large, are moved with their micro-batch.
+    """
     check_shard(args, shard)
-    data = shard.to_tensors(device)
+    check_images(args, shard)
+    data = shard.to_tensors(device, images_on="cpu")
     layout = ResponseLayout.of(data)
     for key in _TOKEN_COLUMNS_TO_SLICE:
         if key in data:
@@ -77,6 +85,45 @@ def check_shard(args: Args, shard: RolloutShard) -> None:
             f"--custom-convert-samples-to-train-data-path must pass {IDS} and {OFFSETS} on"
         )
     validate.check_top_p_mask(ragged, name_of, args.vocab_size)
+
+
+def check_images(args: Args, shard: RolloutShard) -> None:
+    """Compare image tokens and images of every sample. Raises ValueError naming the sample.
+
+    Of a model that is not built here nothing is known.
+    """
+    column, spec = shard.batch.objects.get("multimodal_train_inputs"), args.spec
+    if args.custom_model_provider_path:
+        return
+    if not takes_images(spec):
+        if column is not None and any(column) and (spec is None or spec[0].startswith("slime_plugins.")):
+            raise ValueError(
+                f"the samples have images, and --spec {' '.join(spec or ('(absent)',))} builds a model without a "
+                "vision tower; give the specification of the vision-language model"
+            )
+        return
+    images = images_of(args)
+    name_of = sample_namer(shard.batch.numbers.get("sample_indices"))
+    tokens = shard.batch.ragged["tokens"]
+    for position, length in enumerate(tokens.lengths.tolist()):
+        _check_sample(images, tokens[position], length, column[position] if column else None, name_of, position)
+
+
+def _check_sample(
+    images: Images, tokens: Any, length: int, given: Any, name_of: Callable[[int], str], position: int
+) -> None:
+    inputs: Mapping[str, Any] = given or {}
+    unknown = sorted(inputs.keys() - {PIXELS, GRIDS})
+    if unknown:
+        raise ValueError(f"{name_of(position)} has multimodal_train_inputs {', '.join(unknown)}, which no model takes")
+    grids = inputs[GRIDS].tolist() if GRIDS in inputs else []
+    try:
+        place_images(torch.tensor(tokens), [length], grids, images.token, images.merge)
+    except ValueError as error:
+        raise ValueError(f"{name_of(position)}: {error}") from error
+    patches = sum(time * height * width for time, height, width in grids)
+    if patches != (rows := len(inputs[PIXELS]) if PIXELS in inputs else 0):
+        raise ValueError(f"{name_of(position)}: {rows} rows of {PIXELS}, but its images have {patches} patches")
 
 
 def per_sample_columns(data: RolloutData) -> dict[str, Any]:
@@ -175,8 +222,8 @@ def _select(column: RaggedTensor | Tensor | Sequence[Any], indices: list[int]) -
     return [column[i] for i in indices]
 
 
-def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of the model's forward for ``batch``."""
+def model_inputs(batch: dict[str, Any], *, pixels: bool = True) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward for ``batch``, those for images without ``pixels``."""
     inputs: dict[str, Any] = {
         "input_ids": batch["tokens"],
         "position_ids": None,
@@ -184,9 +231,14 @@ def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
         "labels": None,
         "packed_seq_params": batch["packed_seq_params"],
     }
+    given: dict[str, list[Any]] = {}
     for sample in batch.get("multimodal_train_inputs") or []:
         for name, value in (sample or {}).items():
-            inputs[name] = torch.cat([inputs[name], value]) if isinstance(inputs.get(name), Tensor) else value
+            if pixels or name != PIXELS:
+                given.setdefault(name, []).append(value)
+    for name, values in given.items():
+        tensors = [value.to(batch["tokens"].device) for value in values if torch.is_tensor(value)]
+        inputs[name] = torch.cat(tensors) if len(tensors) == len(values) else values[-1]
     return inputs
 
 
