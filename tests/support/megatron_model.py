@@ -25,8 +25,8 @@ def model_args(checkpoint: str | Path, *flags: Any) -> Namespace:
         "--debug-train-only",  # so that no engine is asked whether it can serve the checkpoint
     )
     config = json.loads((Path(checkpoint) / "config.json").read_text())
-    rope = config.get("text_config", config)["rope_parameters"]
-    scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if rope["rope_type"] == "llama3" else []
+    rope = config.get("text_config", config).get("rope_parameters", {})
+    scaling = ["--use-rope-scaling", "--rope-scaling-factor", rope["factor"]] if "llama3" in rope.values() else []
     args = parse_args([str(x) for x in (*required, *megatron_flags(checkpoint), *scaling, *flags)])
     args.debug_train_only = False
     finalize_for_device(args, "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,8 +159,19 @@ def make_checkpoint(folder: Path, name: str, *, seed: int = 11, **text: Any) -> 
         )
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     model.save_pretrained(path)
+    if name == "qwen2_5_vl":
+        flatten(path / "config.json")
     randomize(path / "model.safetensors", seed, publish=PUBLISHED.get(name))
     return str(path)
+
+
+def flatten(path: Path) -> None:
+    """Write the config as Qwen2.5-VL is published: the language model's values beside ``vision_config``."""
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    flat = {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    path.write_text(json.dumps({**text, **config, **flat}))
 
 
 Tensors = dict[str, torch.Tensor]
