@@ -11,6 +11,7 @@ import pytest
 from slime.arguments import ArgumentError
 from slime.arguments.rules import vision
 from slime.models import hf_fields
+from slime.models.shape import shape_of
 from tests.support.arguments import run_args
 
 SPEC = ["slime_plugins.models.qwen3_vl", "get_qwen3_vl_model_provider"]
@@ -92,3 +93,10 @@ def test_images_need_a_model_with_a_tower(values: dict[str, Any], option: str, t
 def test_a_language_model_is_left_alone(tmp_path: Path) -> None:
     check(tmp_path, TEXT, spec=None, pipeline_model_parallel_size=8)
     check(tmp_path, QWEN3_5, spec=LANGUAGE, mtp_num_layers=1)
+
+
+def test_the_plan_says_that_a_tower_is_not_counted() -> None:
+    sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    remark = "the vision tower, whole on every rank of the first pipeline stage, is not counted"
+    assert shape_of(run_args(spec=SPEC, **sizes)).remarks == (remark,)
+    assert shape_of(run_args(spec=None, **sizes)).remarks == ()
