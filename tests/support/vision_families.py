@@ -85,6 +85,7 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
     "cp2": CP2,
     "ep2": ("--expert-model-parallel-size", 2),
     "dp2, trained": TRAINED,
+    "tp2, trained": (*TRAINED, *TP2),
     "tp2-sp, trained": (*TRAINED, *TP2, *SP),
     "pp2, trained": (*TRAINED, *PP2),
     "cp2, trained": (*TRAINED, *CP2),
@@ -95,12 +96,9 @@ LAYOUTS: dict[str, tuple[Any, ...]] = {
 }
 EXPORTED = ("pp2", "tp2-sp, trained", "pp2, trained")
 WITH_EXPERTS = ("qwen3_vl_moe", "qwen3_5_moe")
-CASES = [
-    (name, layout)
-    for layout in LAYOUTS
-    for name in FAMILIES
-    if layout not in ("tp2", "ep2") or (layout == "ep2") == (name in WITH_EXPERTS)  # experts need sequence parallelism
-]
+DENSE = [name for name in FAMILIES if name not in WITH_EXPERTS]
+OF_SOME = {"tp2": DENSE, "tp2, trained": DENSE, "ep2": WITH_EXPERTS}  # experts need sequence parallelism
+CASES = [(name, layout) for layout in LAYOUTS for name in OF_SOME.get(layout, FAMILIES)]
 
 GRIDS = ([(1, 4, 6), (1, 6, 4)], [], [(1, 4, 4)])
 """Images of the samples: of two sizes, none, one."""
