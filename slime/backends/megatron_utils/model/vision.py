@@ -86,7 +86,8 @@ def vision_language_model(
 def build_tower(args: Args, tower: Any) -> torch.nn.Module:
     """Return the tower of ``--hf-checkpoint`` on the device, with its weights unless it is to be trained.
 
-    A trained one gets them with the model's: from the checkpoint that this is loaded from.
+    A trained one gets them with the model's: from the checkpoint that this is loaded from. Full recomputation is that
+    of its blocks, too.
     """
     vision_config = tower.config_class.from_dict(read_config(args.hf_checkpoint)["vision_config"])
     with torch.device(accelerator.current_device()):
@@ -94,6 +95,8 @@ def build_tower(args: Args, tower: Any) -> torch.nn.Module:
     for parameter in built.parameters():  # not its buffers, the frequencies of its rotary embedding
         parameter.data = parameter.data.to(params_dtype(args))
     if args.train_vision_tower:
+        if args.recompute_granularity == "full":
+            built.gradient_checkpointing_enable({"use_reentrant": False})
         return built
     built.requires_grad_(False)
     family = model_family(args, args.hf_checkpoint)
