@@ -38,6 +38,8 @@ from slime.weights.hf.checkpoint import HfCheckpoint, read_config
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+    from transformers import PreTrainedModel
 
     from slime.utils.autograd import Context
 
@@ -49,7 +51,7 @@ def vision_language_model(
     args: Args,
     config: TransformerConfig,
     layer_spec: Callable[[Args, TransformerConfig, int | None], Any],
-    tower: Any,
+    tower: type[PreTrainedModel],
     *,
     interleaved: bool,
     pre_process: bool,
@@ -83,7 +85,7 @@ def vision_language_model(
     return model
 
 
-def build_tower(args: Args, tower: Any) -> torch.nn.Module:
+def build_tower(args: Args, tower: type[PreTrainedModel]) -> torch.nn.Module:
     """Return the tower of ``--hf-checkpoint`` on the device, with its weights unless it is to be trained.
 
     A trained one gets them with the model's: from the checkpoint that this is loaded from. Full recomputation is that
@@ -245,7 +247,9 @@ def spread(features: Tensor, own: Tensor, dtype: torch.dtype, config: Transforme
     return scatter_to_sequence_parallel_region(rows) if config.sequence_parallel else rows
 
 
-def _add_features(number: int, layer: Any, inputs: Any, keywords: dict[str, Any], output: Any) -> Any:
+def _add_features(
+    number: int, layer: TransformerLayer, inputs: object, keywords: dict[str, Any], output: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     """Add the features for decoder layer ``number`` to its output (hidden states, context)."""
     waiting = getattr(keywords["packed_seq_params"], "_deepstack", None)
     if waiting is None:

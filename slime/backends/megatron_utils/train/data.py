@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,20 +106,20 @@ def check_images(args: Args, shard: RolloutShard) -> None:
     images = images_of(args)
     name_of = sample_namer(shard.batch.numbers.get("sample_indices"))
     tokens = shard.batch.ragged["tokens"]
-    for position, length in enumerate(tokens.lengths.tolist()):
-        _check_sample(images, tokens[position], length, column[position] if column else None, name_of, position)
+    for position in range(len(tokens)):
+        _check_sample(images, tokens[position], column[position] if column else None, name_of, position)
 
 
 def _check_sample(
-    images: Images, tokens: Any, length: int, given: Any, name_of: Callable[[int], str], position: int
+    images: Images, tokens: np.ndarray, given: Mapping[str, Any] | None, name_of: Callable[[int], str], position: int
 ) -> None:
-    inputs: Mapping[str, Any] = given or {}
+    inputs = given or {}
     unknown = sorted(inputs.keys() - {PIXELS, GRIDS})
     if unknown:
         raise ValueError(f"{name_of(position)} has multimodal_train_inputs {', '.join(unknown)}, which no model takes")
     grids = inputs[GRIDS].tolist() if GRIDS in inputs else []
     try:
-        place_images(torch.tensor(tokens), [length], grids, images.token, images.merge)
+        place_images(torch.tensor(tokens), [len(tokens)], grids, images.token, images.merge)
     except ValueError as error:
         raise ValueError(f"{name_of(position)}: {error}") from error
     patches = sum(time * height * width for time, height, width in grids)
