@@ -66,7 +66,7 @@ def vision_language_model(
     if args.mtp_num_layers:
         raise ValueError("--mtp-num-layers: MTP layers of vision-language models are not supported; leave it out")
     config.apply_rope_fusion = False  # the kernel looks positions up in a table that all sequences share
-    model = gpt_model(
+    model: Any = gpt_model(
         args,
         config,
         layer_spec(args, config, vp_stage),
@@ -81,7 +81,7 @@ def vision_language_model(
             trains_tower=args.train_vision_tower,
         ),
     )
-    model.logits_may_be_overwritten = True  # type: ignore[assignment]  # see ``provider.model_provider``
+    model.logits_may_be_overwritten = True  # see ``provider.model_provider``
     return model
 
 
