@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 Config = dict[str, Any]
-OUTER = ("model_type", "architectures", "megatron", "vision_config", "image_token_id")
+OUTER = ("model_type", "architectures", "megatron", "vision_config", "image_token_id", "video_token_id")
 """What a vision-language config says beside its text part."""
 TIED = "tie_word_embeddings"
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.integration
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 TWO_STEPS = {"lr": 0.002, "global_batch_size": 4, "entropy_coef": 0.01, "use_rollout_entropy": True}
 PACKED = {"micro_batch_size": 2}
+FORBIDDEN = {"multimodal_keys": {"image": "images"}, "use_tis": True}
+"""Prompts have images: no placeholder is sampled, and log-probs are those of the other tokens."""
 SCENARIOS: dict[str, dict[str, Any]] = {
     "DP2": TWO_STEPS,
     "DP2, tower trained, overlapped": {**TWO_STEPS, "train_vision_tower": True, "overlap_grad_reduce": True},
@@ -30,6 +32,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
         **TWO_STEPS, "pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2,
         "overlap_p2p_comm": True,
     },
+    "PP2, no placeholders": {**TWO_STEPS, "pipeline_model_parallel_size": 2, **FORBIDDEN},
+    "TP2+SP, no placeholders": {**TWO_STEPS, "tensor_model_parallel_size": 2, "sequence_parallel": True, **FORBIDDEN},
     "CP2, packed, tower trained": {**TWO_STEPS, **PACKED, "context_parallel_size": 2, "train_vision_tower": True},
 }  # fmt: skip
 NAME = "qwen3_vl"
@@ -51,24 +55,26 @@ def trained(checkpoint: str, request: pytest.FixtureRequest) -> list[dict[str, A
 
 
 @pytest.fixture(scope="module")
-def expected(checkpoint: str, request: pytest.FixtureRequest) -> dict[bool, list[dict[str, Any]]]:
-    """Return the steps of a plain implementation without and with a trained tower."""
+def expected(checkpoint: str, request: pytest.FixtureRequest) -> dict[tuple[bool, bool], list[dict[str, Any]]]:
+    """Return the steps of a plain implementation by what it does: see ``kind``."""
     found = {}
-    for trains_tower in sorted({trains(name) for name in selected(request, "name")}):
+    for trains_tower, forbids in dict.fromkeys(map(kind, selected(request, "name"))):
         data = image_train_data()
-        model = WithImages(whole_model(checkpoint), data, trains_tower=trains_tower)
-        found[trains_tower] = plain_grpo.train(trainer_args(checkpoint, **TWO_STEPS), model, None, data)
+        model = WithImages(whole_model(checkpoint), data, trains_tower=trains_tower, forbids=forbids)
+        args = trainer_args(checkpoint, **TWO_STEPS, **(FORBIDDEN if forbids else {}))
+        found[trains_tower, forbids] = plain_grpo.train(args, model, None, data)
     return found
 
 
-def trains(name: str) -> bool:
-    return SCENARIOS[name].get("train_vision_tower", False)
+def kind(name: str) -> tuple[bool, bool]:
+    """Return whether a scenario trains the tower, and whether it forbids placeholders."""
+    return SCENARIOS[name].get("train_vision_tower", False), "multimodal_keys" in SCENARIOS[name]
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_same_loss_and_gradients(name: str, trained: Any, expected: Any) -> None:
     """Of two steps of two prompts with different images, one of them without."""
-    plain = expected[trains(name)]
+    plain = expected[kind(name)]
     last = [rank[name] for rank in trained if "loss" in rank[name]["steps"][0]]
     for rank in last:
         assert len(rank["steps"]) == len(plain) == 2
@@ -143,10 +149,10 @@ def refusals(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> dict[
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("sampled", "sample index=105 (position 5): 8 image tokens, but the 2 images have 7 features"),
+        ("sampled", "sample index=105 (position 5): 10 image tokens, but the 3 images have 9 features"),
         ("video", "sample index=105 (position 5) has multimodal_train_inputs pixel_values_videos, which no model"),
-        ("fewer pixels", "sample index=105 (position 5): 27 rows of pixel_values, but its images have 28 patches"),
-        ("no images", "sample index=105 (position 5): 7 image tokens, but the 0 images have 0 features"),
+        ("fewer pixels", "sample index=105 (position 5): 35 rows of pixel_values, but its images have 36 patches"),
+        ("no images", "sample index=105 (position 5): 9 image tokens, but the 0 images have 0 features"),
         ("a language model", "the samples have images, and --spec (absent) builds a model without a vision tower"),
     ],
 )

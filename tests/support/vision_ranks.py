@@ -11,34 +11,53 @@ from tests.support.megatron_model import hf_gradients, model_args, run_pack
 from tests.support.ranks import error_of, loaded_model, new_trainer, switch_layout
 from tests.support.trainer import PLAIN_SGD, make_train_data
 from tests.support.trainer_ranks import hf_weights, train_once
-from tests.support.vision_families import END, IMAGE, PATCH, START, TEXT, joined, samples
+from tests.support.vision_families import END, IMAGE, PATCH, START, TEXT, VIDEO, joined, samples
 
-GROUPS: tuple[list[tuple[int, int, int]], ...] = ([(1, 4, 6)], [], [(1, 4, 4), (1, 2, 6)], [(1, 6, 4)])
+Grid = tuple[int, int, int]
+GROUPS: tuple[list[Grid], ...] = ([(1, 4, 6)], [], [(1, 4, 4), (1, 2, 6)], [(1, 6, 4)])
 """Images of the prompts of a rollout, each of which has two samples."""
+OBSERVED: dict[int, Grid] = {1: (1, 4, 2), 2: (1, 2, 4)}
+"""Images that an environment shows within the responses to a prompt, which are not trained."""
 
 
-def image_train_data(*, seed: int = 3, groups: tuple[list[tuple[int, int, int]], ...] = GROUPS) -> dict[str, Any]:
-    """Return train data whose prompts begin with images, which the samples of a prompt share."""
-    data = make_train_data(vocab_size=TEXT, prompts=len(groups), seed=seed)
+def image_train_data(*, seed: int = 3) -> dict[str, Any]:
+    """Return train data with images in prompts, which the samples of a prompt share, and within responses."""
+    data = make_train_data(vocab_size=TEXT, prompts=len(GROUPS), seed=seed, shortest=5)
     generator = torch.Generator().manual_seed(seed)
-    given = []
-    for grids in groups:
-        prefix, pixels = [], []
-        for time, height, width in grids:
-            prefix += [START, *[IMAGE] * (time * height * width // 4), END]
-            pixels.append(torch.randn(time * height * width, PATCH, generator=generator))
-        inputs = {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids)} if grids else None
-        for _ in range(2):
-            data["tokens"][len(given)] = prefix + data["tokens"][len(given)]
+    given: list[dict[str, torch.Tensor] | None] = []
+    for group, grids in enumerate(GROUPS):
+        shown = [*grids, *([OBSERVED[group]] if group in OBSERVED else [])]
+        pixels = torch.randn(sum(t * h * w for t, h, w in shown), PATCH, generator=generator)
+        inputs = {"pixel_values": pixels, "image_grid_thw": torch.tensor(shown)} if shown else None
+        for sample in (2 * group, 2 * group + 1):
+            if group in OBSERVED:
+                _observe(data, sample, _tokens(OBSERVED[group]))
+            data["tokens"][sample] = [token for grid in grids for token in _tokens(grid)] + data["tokens"][sample]
             given.append(inputs)
     return {**data, "multimodal_train_inputs": given}
 
 
-class WithImages(torch.nn.Module):
-    """A model of transformers for ``plain_grpo``, which knows tokens alone: it finds the images of ``data`` by them."""
+def _tokens(grid: Grid) -> list[int]:
+    return [START, *[IMAGE] * (grid[0] * grid[1] * grid[2] // 4), END]
 
-    def __init__(self, model: Any, data: dict[str, Any], *, trains_tower: bool) -> None:
+
+def _observe(data: dict[str, Any], sample: int, tokens: list[int]) -> None:
+    """Put ``tokens`` before the last two of the response."""
+    data["tokens"][sample][-2:-2] = tokens
+    data["loss_masks"][sample][-2:-2] = [0] * len(tokens)
+    data["rollout_log_probs"][sample][-2:-2] = [0.0] * len(tokens)
+    data["response_lengths"][sample] += len(tokens)
+
+
+class WithImages(torch.nn.Module):
+    """A model of transformers for ``plain_grpo``, which knows tokens alone: it finds the images of ``data`` by them.
+
+    ``forbids``: placeholders are not sampled.
+    """
+
+    def __init__(self, model: Any, data: dict[str, Any], *, trains_tower: bool, forbids: bool = False) -> None:
         super().__init__()
+        self.forbids = forbids
         self.model = model
         self.inputs = {tuple(t): i for t, i in zip(data["tokens"], data["multimodal_train_inputs"], strict=True)}
         model.model.visual.requires_grad_(trains_tower)
@@ -48,7 +67,13 @@ class WithImages(torch.nn.Module):
         if images:
             images = {**images, "mm_token_type_ids": (tokens == IMAGE).int()}
         self.model.model.rope_deltas = None
-        return self.model(tokens, **images)
+        output = self.model(tokens, **images)
+        if self.forbids:  # but where a placeholder comes next
+            rows = ~torch.isin(tokens[0].roll(-1), torch.tensor([IMAGE, VIDEO]))
+            without = torch.zeros_like(output.logits[0])
+            without[rows.nonzero(), torch.tensor([IMAGE, VIDEO])] = -1000.0
+            output.logits = output.logits + without
+        return output
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         return self.model.named_parameters(*args, **kwargs)

@@ -68,9 +68,13 @@ def place_images(
 
 @dataclass(frozen=True)
 class Images:
-    """Facts about images of a ``config.json``; ``deepstack``: how many decoder layers get features of inner layers."""
+    """Facts about images of a ``config.json``; ``deepstack``: how many decoder layers get features of inner layers.
+
+    ``placeholders``: the token of images, and that of videos.
+    """
 
     token: int
+    placeholders: tuple[int, ...]
     merge: int
     patch_numbers: int
     deepstack: int
@@ -93,6 +97,7 @@ def images_of(args: Args) -> Images:
     patch = vision.get("in_channels", vision.get("in_chans", 3)) * vision.get("temporal_patch_size", 2)
     return Images(
         token=int(token),
+        placeholders=tuple(int(config[key]) for key in ("image_token_id", "video_token_id") if config.get(key)),
         merge=int(vision.get("spatial_merge_size", 2)),
         patch_numbers=patch * vision["patch_size"] ** 2,
         deepstack=hf_fields.deepstack_layers(config),

@@ -47,6 +47,10 @@ if TYPE_CHECKING:
         leaves: tuple[Tensor, ...]
 
 
+FORBIDDEN = -1000.0
+"""Added to the logits of placeholders, as it is by ``logit_bias`` in requests: their probability is 0 in fp32."""
+
+
 def vision_language_model(
     args: Args,
     config: TransformerConfig,
@@ -79,6 +83,7 @@ def vision_language_model(
             interleaved=interleaved,
             tower=build_tower(args, tower) if pre_process else None,
             trains_tower=args.train_vision_tower,
+            forbids=args.multimodal_keys is not None and args.loss_type != "sft_loss",
         ),
     )
     model.logits_may_be_overwritten = True  # see ``provider.model_provider``
@@ -121,10 +126,11 @@ class VisionLanguageModel(GPTModel):
         interleaved: bool,
         tower: torch.nn.Module | None,
         trains_tower: bool,
+        forbids: bool,
         **keywords: Any,
     ) -> None:
         super().__init__(config=config, **keywords)
-        self.images, self.trains_tower = images, trains_tower
+        self.images, self.trains_tower, self.forbids = images, trains_tower, forbids
         self.takes_pixels = tower is not None
         self.position_embedding_type, self.mrope_section = "mrope", list(images.sections)
         self.rotary_pos_emb = MultimodalRotaryEmbedding(
@@ -172,7 +178,7 @@ class VisionLanguageModel(GPTModel):
             if found is not None:
                 own = self._own_rows(features.to(input_ids.device), lengths)
                 decoder_input = self._replaced(decoder_input, found, own, packed_seq_params)
-        return super().forward(
+        output = super().forward(
             input_ids,
             positions.to(input_ids.device),
             attention_mask,
@@ -180,6 +186,25 @@ class VisionLanguageModel(GPTModel):
             packed_seq_params=packed_seq_params,
             **keywords,
         )
+        if self.post_process and self.forbids:
+            self._forbid_placeholders(output, tokens, lengths)
+        return output
+
+    @torch.no_grad()
+    def _forbid_placeholders(self, logits: Tensor, tokens: Tensor, lengths: list[int]) -> None:
+        """Take placeholders out of the distributions [1, t, vocab_local], in place, as engines do that sample.
+
+        But where the next token is one, which was not sampled: its log-prob has to stay a usual number. Adding a
+        constant changes no gradient, so autograd is not to know (`data`).
+        """
+        width, rank = logits.size(-1), mpu.get_tensor_model_parallel_rank()
+        if width * mpu.get_tensor_model_parallel_world_size() != self.vocab_size:
+            return  # a critic's values
+        is_next = torch.isin(tokens, torch.tensor(self.images.placeholders, device=tokens.device)).roll(-1)
+        penalty = self._own_rows(torch.where(is_next, 0.0, FORBIDDEN), lengths).to(logits.dtype)
+        for placeholder in self.images.placeholders:
+            if rank * width <= placeholder < (rank + 1) * width:
+                logits.data[0, :, placeholder - rank * width] += penalty
 
     def _features(self, pixels: Tensor | None, grids: Tensor | None) -> tuple[Tensor, ...] | None:
         """Return the features [n, hidden] for the embeddings, and those for each of the first layers; None without.
