@@ -96,6 +96,7 @@ def build_tower(args: Args, tower: type[PreTrainedModel]) -> torch.nn.Module:
     A trained one gets them with the model's: from the checkpoint that this is loaded from. Full recomputation is that
     of its blocks, too.
     """
+    assert tower.config_class is not None
     vision_config = tower.config_class.from_dict(read_config(args.hf_checkpoint)["vision_config"])
     with torch.device(accelerator.current_device()):
         built = tower(vision_config)
