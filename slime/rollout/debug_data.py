@@ -63,7 +63,7 @@ def save_tokenizer(args: Args) -> None:
     assert args.dump_details is not None
     trust = {"trust_remote_code": args.trust_remote_code}
     load_tokenizer(args.hf_checkpoint, **trust).save_pretrained(Path(args.dump_details) / "tokenizer")
-    processor = load_processor(args.hf_checkpoint, **trust)
+    processor = load_processor(args.hf_checkpoint, backend=args.sglang_image_processor_backend, **trust)
     if processor is not None:
         processor.save_pretrained(Path(args.dump_details) / "processor")
 
@@ -131,8 +131,8 @@ def _plain_key(key: object) -> Any:
 def _restore(value: object) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_IMAGE}:
-            from slime.utils.processing_utils import _open_image
+            from slime.utils.images import open_image
 
-            return _open_image(value[_IMAGE])
+            return open_image(value[_IMAGE])
         return {key: _restore(item) for key, item in value.items()}
     return [_restore(item) for item in value] if isinstance(value, list) else value

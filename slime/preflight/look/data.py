@@ -184,9 +184,11 @@ def _look_at_prompts(
     keys: list[Any] = [*file.columns.values()]
     prompt_key, label_key, tool_key, metadata_key = keys
     try:
+        pixels = {"backend": args.sglang_image_processor_backend}
+        media = bool(file.multimodal_keys)
         samples = Dataset(
-            first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **trust) if file.multimodal_keys else
-            None, None, multimodal_keys=file.multimodal_keys, apply_chat_template=file.apply_chat_template,
+            first_rows(file.path), tokenizer, load_processor(args.hf_checkpoint, **pixels, **trust) if media else None,
+            None, multimodal_keys=file.multimodal_keys, apply_chat_template=file.apply_chat_template,
             apply_chat_template_kwargs=file.template_kwargs, prompts_are_optional=file.optional,
             prompt_key=prompt_key, label_key=label_key, tool_key=tool_key, metadata_key=metadata_key,
         ).samples  # fmt: skip
