@@ -188,6 +188,8 @@ TRAITS: dict[str, Traits] = {
     "router_log_level": Traits(default="warn"),
     "router_balance_abs_threshold": Traits(default=10),
     "router_balance_rel_threshold": Traits(default=1.2),
+    # the processor of slime and that of the engines, which would run on the GPU, are to make the same pixels
+    "sglang_image_processor_backend": Traits(default="pil"),
 }
 """By attribute, or by pattern of attributes, which holds for all matching attributes without a line."""
 

@@ -9,7 +9,10 @@ def missing(name: str) -> Callable[..., NoReturn]:
     """Return a function that raises and names ``name``."""
 
     def raise_missing(*args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"{name} is not available in CPU engines: image input needs a machine with CUDA.")
+        raise NotImplementedError(
+            f"{name} is not available in CPU engines: images go through PIL (--sglang-image-processor-backend pil), and "
+            "videos need a machine with CUDA."
+        )
 
     raise_missing.__name__ = name.rpartition(".")[2]
     return raise_missing

@@ -46,6 +46,9 @@ def register() -> None:
         ["weights.drafts", "weights.changes"], "pushes of changes fail, and a broadcast leaves draft layers out"
     )
     register_if_it_fits(["weights.p2p"], "--update-weight-transport p2p fails")
+    register_if_it_fits(
+        ["weights.features"], "after pushes images that were seen before have the features of old weights"
+    )
 
 
 def register_faster_on_cpu() -> None:

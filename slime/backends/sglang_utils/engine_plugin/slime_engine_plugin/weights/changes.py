@@ -14,7 +14,7 @@ from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -129,10 +129,10 @@ def take_message(model: LoadableModel, received: torch.Tensor) -> None:
     held = _held.setdefault(model, Held())
     if message.base is None:
         held.version = None
-        held.hash = hash_of(model)
+        held.hash = hash_of(model.parameters())
         if not held.takes_changes:
             load(model, message.parts, payloads, received.device)
-            if hash_of(model) != held.hash:
+            if hash_of(model.parameters()) != held.hash:
                 raise RefusedError(f"{type(model).__name__} does more with a weight that it loads than to copy it")
             held.takes_changes = True
         held.version = message.target
@@ -140,14 +140,14 @@ def take_message(model: LoadableModel, received: torch.Tensor) -> None:
     if message.first:
         if held.version != message.base:
             raise RefusedError(f"expected weights of version {message.base}, found {held.version}")
-        if hash_of(model) != held.hash:
+        if hash_of(model.parameters()) != held.hash:
             raise RefusedError(f"the weights of version {message.base} have been changed since")
         held.version, held.applying = None, message.target
     elif held.applying != message.target:
         raise RefusedError(f"expected changes towards version {held.applying}, found {message.target}")
     load(model, message.parts, payloads, received.device)
     if message.last:
-        held.version, held.applying, held.hash = message.target, None, hash_of(model)
+        held.version, held.applying, held.hash = message.target, None, hash_of(model.parameters())
 
 
 @torch.no_grad()
@@ -184,12 +184,11 @@ def full_tensors(
         yield part.name, content.view(dtype).reshape(part.shape)
 
 
-def hash_of(model: torch.nn.Module) -> int:
-    """Return a hash over all parameters of this rank."""
+def hash_of(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Return a hash over ``parameters``, as this rank has them."""
     from sglang.srt.managers.mm_utils import tensor_hash
 
-    found = (tensor_hash(p.data.view(BITS[min(p.element_size(), 8)])) for p in model.parameters())
-    return hash(tuple(found))
+    return hash(tuple(tensor_hash(p.data.view(BITS[min(p.element_size(), 8)])) for p in parameters))
 
 
 def register() -> None:
