@@ -9,51 +9,18 @@ parts ``{"type": "image", "image": ...}`` of the message's content.
 from __future__ import annotations
 
 import asyncio
-import re
 from argparse import Namespace
 from typing import Any
 
-import torch
-
 from slime.rollout.environments.episode import ChatTurns
-from slime.rollout.requests.generate_request import (
-    Resumes,
-    append_output,
-    prompt_token_ids,
-    routing_headers,
-    tokens_left,
-)
-from slime.rollout.sglang_rollout import GenerateState, get_model_url
-from slime.utils.http_utils import post
+from slime.rollout.requests.generate_request import prompt_token_ids, tokens_left
+from slime.rollout.requests.images import add_images
+from slime.rollout.sglang_rollout import GenerateState
+from slime.rollout.sglang_rollout import generate as generate_turn
+from slime.utils.image_tokens import WithImages
 from slime.utils.misc import load_function
-from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine, process_vision_info
-from slime.utils.sampling import limited
+from slime.utils.processing_utils import process_vision_info
 from slime.utils.types import Sample
-
-IMAGE = "<|image_pad|>"
-NOT_OF_THE_MODEL = ("input_ids", "attention_mask")
-
-
-class _WithImages:
-    """A tokenizer that lets the processor tokenize text with images in it: one pad becomes as many as its patches."""
-
-    def __init__(self, tokenizer: Any, processor: Any) -> None:
-        self.tokenizer, self.processor = tokenizer, processor
-        self.image = getattr(processor, "image_token", IMAGE)
-        self.shown: list[Any] = []
-        """The images of the text that comes next."""
-        self.train_inputs: dict[str, torch.Tensor] = {}
-        """What the processor made of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.tokenizer, name)
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        if self.image not in text:
-            return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
-        outputs = self.processor(text=text, **build_processor_kwargs({"images": self.shown}))
-        self.train_inputs = {key: value for key, value in outputs.items() if key not in NOT_OF_THE_MODEL}
-        return list(outputs["input_ids"][0])
 
 
 class Conversation:
@@ -67,36 +34,14 @@ class Conversation:
                 "function needs both"
             )
         self.args, self.state, self.sample = args, state, sample
-        self.tokenizer = _WithImages(state.tokenizer, state.processor)
-        self.pad = int(state.tokenizer.convert_tokens_to_ids(self.tokenizer.image))
+        self.tokenizer = WithImages(state)
         sample.tokens = prompt_token_ids(state, sample)
         self.turns = ChatTurns(self.tokenizer, None, {})
-        images = (sample.multimodal_inputs or {}).get("images") or []
-        self.encoded = [encode_image_for_rollout_engine(image) for image in images]
-
-    def collapsed(self) -> list[int]:
-        """Return the tokens with one pad for each image: engines expand them, and do not answer what is expanded."""
-        tokens = self.sample.tokens
-        return [token for i, token in enumerate(tokens) if token != self.pad or i == 0 or tokens[i - 1] != self.pad]
 
     async def ask(self, sampling_params: dict[str, Any], evaluation: bool) -> None:
         """Let the engine take a turn; the sample's status is then that of the turn."""
-        args, sample = self.args, self.sample
-        sample.status = Sample.Status.PENDING
-        resumes = Resumes(self.state, sample)
-        while (left := tokens_left(args, sample, sampling_params, evaluation)) > 0:
-            payload = {
-                "input_ids": self.collapsed(),
-                "sampling_params": limited(sampling_params, left, sample.response_length),
-                "return_logprob": True,
-            }
-            if self.encoded:
-                payload["image_data"] = list(self.encoded)
-            output = await post(get_model_url(args, "default"), payload, headers=routing_headers(args, sample))
-            append_output(args, sample, output)
-            if not await resumes.needed():
-                return
-        sample.status = Sample.Status.TRUNCATED
+        self.sample.status = Sample.Status.PENDING
+        await generate_turn(self.args, self.sample, sampling_params, evaluation)
 
     def show(self, action: str, tokens: list[int], message: dict[str, Any], room: int) -> bool:
         """Append an observation without loss, with its images; return False when ``room`` tokens are too few.
@@ -105,26 +50,13 @@ class Conversation:
         """
         sample = self.sample
         images = process_vision_info([message], self.state.processor)["images"] or []
-        self.tokenizer.shown, self.tokenizer.train_inputs = images, {}
+        self.tokenizer.show(images)
         ids, text = self.turns.observe(action, tokens, [message])
         if len(ids) >= room:
             return False
-        text = re.sub(f"(?:{re.escape(self.tokenizer.image)})+", lambda found: self.tokenizer.image, text)
         sample.append_response_tokens(self.args, tokens=ids, text=text, trainable=False)
-        if images:
-            before = sample.multimodal_inputs or {}  # which the samples of a group share
-            sample.multimodal_inputs = {**before, "images": [*(before.get("images") or []), *images]}
-            self.encoded += [encode_image_for_rollout_engine(image) for image in images]
-            sample.multimodal_train_inputs = joined(sample.multimodal_train_inputs or {}, self.tokenizer.train_inputs)
+        add_images(sample, images, self.tokenizer.inputs)
         return True
-
-
-def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Return what the processor made of earlier and of later images: tensors, one after the other by name."""
-    return {
-        key: torch.cat([inputs[key] for inputs in (one, other) if key in inputs])
-        for key in dict.fromkeys([*one, *other])
-    }
 
 
 async def generate(
@@ -154,8 +86,6 @@ async def _play(
             return sample
         sample.metadata = {**(sample.metadata or {}), "round_number": turn}
         tokens = sample.tokens[start:]
-        if conversation.pad in tokens:  # it would stand for an image that is not there
-            break
         action = conversation.turns.action(tokens, sample.response[said:])
         observation, done, _ = await asyncio.to_thread(environment.step, action)
         if done:

@@ -32,6 +32,7 @@ from slime.rollout.requests.generate_state import (
     request_limit,
     train_sampling_params,
 )
+from slime.rollout.requests.images import prepare
 from slime.rollout.requests.request_slots import EngineLoads, RequestSlots
 from slime.rollout.rm_hub import async_rm, batched_async_rm
 from slime.rollout.rm_hub.errors import RewardErrors
@@ -83,7 +84,8 @@ class GenerateState(Bookkeeping, metaclass=SingletonMeta):
         trust = {"trust_remote_code": args.trust_remote_code}
         self.tokenizer = load_tokenizer(args.hf_checkpoint, **trust)
         wants_processor = args.multimodal_keys is not None
-        self.processor = load_processor(args.hf_checkpoint, **trust) if wants_processor else None
+        pixels = {"backend": args.sglang_image_processor_backend}  # the engines', which are to see the same
+        self.processor = load_processor(args.hf_checkpoint, **pixels, **trust) if wants_processor else None
         engines = EngineLoads(lambda: get_model_url(args, "default", ""), lambda: num_engines_asked(args))
         self.semaphore: asyncio.Semaphore = RequestSlots(lambda: request_limit(args), engines)
         self.sampling_params = train_sampling_params(args)
@@ -294,8 +296,9 @@ async def generate(args: Args, sample: Sample, sampling_params: dict[str, Any], 
     """
     args = with_defaults(args)
     state = GenerateState(args)
+    await prepare(state, sample)
     resumes = Resumes(state, sample)
-    while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
+    while (payload := generate_payload(args, sample, sampling_params, evaluation, state)) is not None:
         limit = {"max_new_tokens": payload["sampling_params"]["max_new_tokens"]}
         with trace_span(sample, "sglang_generate", limit) as span:
             try:

@@ -20,6 +20,7 @@ from slime.observability.trace_utils import build_sglang_meta_trace_attrs, trace
 from slime.rollout import sglang_rollout
 from slime.rollout.requests.engines import describe_engines
 from slime.rollout.requests.generate_request import Resumes, append_output, generate_payload, routing_headers
+from slime.rollout.requests.images import prepare
 from slime.servers.engine_replies import meta_of
 from slime.servers.http_client import RETRIED_STATUSES
 from slime.servers.http_replies import wrong_with
@@ -60,8 +61,10 @@ async def generate_streaming(
     ``--rollout-request-timeout``. A stream that breaks off is continued by another request.
     """
     args = with_defaults(args)
-    resumes = Resumes(sglang_rollout.GenerateState(args), sample)
-    while (payload := generate_payload(args, sample, sampling_params, evaluation)) is not None:
+    state = sglang_rollout.GenerateState(args)
+    await prepare(state, sample)
+    resumes = Resumes(state, sample)
+    while (payload := generate_payload(args, sample, sampling_params, evaluation, state)) is not None:
         await _stream(args, sample, payload)
         if not await resumes.needed():
             break

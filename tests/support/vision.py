@@ -31,6 +31,11 @@ def written(content: Any) -> str:
     return "".join(f"<{PAD}>" if part["type"] == "image" else part["text"] for part in content)
 
 
+def tokens_of(image: Any) -> int:
+    width, height = (side // PATCH for side in image.size)
+    return int(width * height)
+
+
 class Processor:
     """Repeats the pad of each image, and makes a row of pixels for each token."""
 
@@ -44,7 +49,7 @@ class Processor:
         expanded = pieces[0]
         for image, piece in zip(images, pieces[1:], strict=True):
             width, height = (side // PATCH for side in image.size)
-            count = width * height
+            count = tokens_of(image)
             rows.append(torch.tensor(ImageStat.Stat(image).mean).repeat(count, 1))
             grids.append([1, height, width])
             expanded += PAD * count + piece

@@ -13,8 +13,9 @@ from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.rules.hf_config import read_config
 from slime.models import hf_fields
 from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
+from slime.rollout.requests.images import check_prompt, check_sampled, request_fields
 from slime.servers.engine_replies import output_tokens
-from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+from slime.utils.image_tokens import expanded, forbidden_ids, without_placeholders
 from slime.utils.sampling import limited
 from slime.utils.types import Sample
 
@@ -48,7 +49,9 @@ class Resumes:
     async def needed(self) -> bool:
         """Return whether to send another request, after a pause. Raises RuntimeError when none makes a token."""
         sample = self._sample
+        check_sampled(self._state, sample, sample.tokens[len(sample.tokens) - self._new_tokens() :])
         if sample.status != Sample.Status.ABORTED or self._state.aborted:
+            self._length = sample.response_length
             return False
         self._stalled = 0 if sample.response_length > self._length else self._stalled + 1
         self._length = sample.response_length
@@ -60,13 +63,21 @@ class Resumes:
         await asyncio.sleep(RESUME_PAUSE_S)
         return True
 
+    def _new_tokens(self) -> int:
+        return max(0, self._sample.response_length - self._length)
+
 
 def generate_payload(
-    args: Args, sample: Sample, sampling_params: dict[str, Any], evaluation: bool
+    args: Args,
+    sample: Sample,
+    sampling_params: dict[str, Any],
+    evaluation: bool,
+    state: RequestState | None = None,
 ) -> dict[str, Any] | None:
     """Return the body of the request for the rest of ``sample``; None, and status TRUNCATED, when nothing is left.
 
-    A prompt that leaves no room at all takes its sample out of training, with a warning.
+    A prompt that leaves no room at all takes its sample out of training, with a warning. ``state`` has the processor,
+    without which samples with images are refused.
     """
     left = tokens_left(args, sample, sampling_params, evaluation)
     assert left >= 0, (
@@ -83,13 +94,9 @@ def generate_payload(
             )  # fmt: skip
         return None
     params = limited(sampling_params, left, sample.response_length)
+    params = without_placeholders(params, forbidden_ids(state))
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
-    images = (sample.multimodal_inputs or {}).get("images")
-    if images:
-        payload["text"] = f"{sample.prompt}{sample.response}"
-        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
-    else:
-        payload["input_ids"] = list(sample.tokens)  # the sample's own list grows while requests are repeated
+    payload.update(request_fields(state, sample))
     asked = []  # what the trainer replays
     if args.use_rollout_routing_replay and not evaluation:
         asked.append("return_routed_experts")
@@ -117,6 +124,7 @@ def append_output(args: Args, sample: Sample, output: dict[str, Any], tokenizer:
     character, the ``tokenizer`` makes the text of all tokens: that of two replies would not have the character.
     """
     reported, meta_info = output_tokens(output, with_text=True), output["meta_info"]
+    check_prompt(sample, meta_info)
     broken = bool(reported) and sample.response.endswith(_BROKEN_CHARACTER)
     among_kept = meta_info.get("output_token_sampling_logprobs")
     sample.append_response_tokens(
@@ -154,11 +162,9 @@ def prompt_token_ids(state: RequestState, sample: Sample) -> list[int]:
             "or a --custom-generate-function-path that takes messages"
         )
     if state.processor is not None and sample.multimodal_inputs:
-        kwargs = build_processor_kwargs(sample.multimodal_inputs)
-        outputs = state.processor(text=sample.prompt, **kwargs)
-        train_inputs = {k: v for k, v in outputs.items() if k not in ("input_ids", "attention_mask")}
-        sample.multimodal_train_inputs = train_inputs or None
-        return list(outputs["input_ids"][0])
+        ids, inputs = expanded(state, sample.prompt, sample.multimodal_inputs)
+        sample.multimodal_train_inputs = inputs or None
+        return ids
     return bookkeeping_of(state).prompt_tokens.of(state.tokenizer, sample.prompt)
 
 

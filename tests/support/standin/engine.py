@@ -294,7 +294,7 @@ class StandInEngine:
         meta: dict[str, Any] = {
             "id": rid,
             "finish_reason": finish,
-            "prompt_tokens": len(ids),
+            "prompt_tokens": len(ids) + sum(_tokens_of_image(url) - 1 for url in body.get("image_data") or []),
             "cached_tokens": len(ids) // 2,
             "completion_tokens": len(out),
             "weight_version": self.weight_version,
@@ -322,6 +322,14 @@ class StandInEngine:
 
 
 _COUNTS = ("received", "refused", "finished", "aborted", "tokens", "aborted_tokens", "slot_seconds")
+
+
+@functools.lru_cache(64)
+def _tokens_of_image(url: str) -> int:
+    from slime.utils.images import open_image
+    from tests.support.vision import tokens_of
+
+    return tokens_of(open_image(url))
 
 
 @functools.lru_cache(64)

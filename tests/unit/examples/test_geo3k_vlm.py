@@ -20,6 +20,7 @@ from examples.geo3k_vlm_multi_turn.squares import picture, reward
 from slime.rollout import sglang_rollout
 from slime.utils.async_utils import run
 from slime.utils.data import Dataset
+from slime.utils.image_tokens import FORBIDDEN
 from slime.utils.types import Sample
 from tests.support.agents import BEGIN, END
 from tests.support.episodes import player, trained
@@ -34,10 +35,11 @@ REQUESTS: list[dict[str, Any]] = []
 def make_player():
     """Return what plays episodes with images; the bodies of requests are in ``REQUESTS``."""
     REQUESTS.clear()
+    post = sglang_rollout.post
 
     async def recorded(url: str, payload: dict[str, Any], headers: Any = None) -> Any:
         REQUESTS.append(payload)
-        return await sglang_rollout.post(url, payload, headers=headers)
+        return await post(url, payload, headers=headers)
 
     def make(custom: dict[str, Any], **flags: Any) -> Any:
         return player(rollout.generate, custom, multimodal_keys={"image": "images"}, **flags)
@@ -45,7 +47,7 @@ def make_player():
     with (
         mock.patch.object(sglang_rollout, "load_processor", return_value=Processor()),
         mock.patch("tests.support.episodes.ToolTokenizer", VisionTokenizer),
-        mock.patch.object(rollout, "post", recorded),
+        mock.patch.object(sglang_rollout, "post", recorded),
     ):
         yield make
 
@@ -94,8 +96,9 @@ def test_episodes_that_are_not_done(make_player):
         looks = play(lambda turns: "look right", asked())
         assert looks.status == Sample.Status.TRUNCATED
         assert trained(looks) == f"look right{END}" * 2
-        drawn = play(lambda turns: f"look left {PAD}", asked())
-        assert (drawn.status, len(REQUESTS)) == (Sample.Status.TRUNCATED, 3)
+        assert all(request["sampling_params"]["logit_bias"] == {str(ord(PAD)): FORBIDDEN} for request in REQUESTS)
+        with pytest.raises(RuntimeError, match=f"generated token {ord(PAD)}, a placeholder of images"):
+            play(lambda turns: f"look left {PAD}", asked())  # an engine that lets the model draw one
     with make_player(SQUARES, rollout_max_response_len=30) as play:
         short = play(lambda turns: "look left", asked())
         assert short.status == Sample.Status.TRUNCATED
