@@ -19,6 +19,8 @@ FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _SHARED = ("multimodal_inputs", "multimodal_train_inputs")
 """Large and never changed in place: copied one level deep."""
 
+PROMPT_IMAGES = "prompt_images"
+"""The attribute of a sample that got images after its prompt: how many the prompt had."""
 _UNCHANGING = frozenset({type(None), bool, int, float, str, Sample.Status})
 
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")
@@ -89,7 +91,10 @@ def copy_sample(sample: Sample) -> Sample:
 
 
 def copy_prompt(sample: Sample) -> Sample:
-    """Return ``copy.deepcopy(sample)``, in a fraction of the time for one whose fields are mostly empty."""
+    """Return ``copy.deepcopy(sample)``, in a fraction of the time for one whose fields are mostly empty.
+
+    Images are the same objects: they do not change, and what is made of them is made once for a group.
+    """
     new = _shallow(sample)
     for name, value in sample.__dict__.items():
         if type(value) in _UNCHANGING:
@@ -99,8 +104,15 @@ def copy_prompt(sample: Sample) -> Sample:
         elif type(value) in (list, dict) and not value:
             new.__dict__[name] = type(value)()
         else:
-            new.__dict__[name] = copy.deepcopy(value)
+            new.__dict__[name] = copy.deepcopy(value, _shared_images(value) if name in _SHARED else None)
     return new
+
+
+def _shared_images(inputs: dict[str, Any]) -> dict[int, Any]:
+    """Return a memo for ``copy.deepcopy`` with the images of ``inputs``."""
+    from PIL import Image
+
+    return {id(image): image for image in inputs.get("images") or () if isinstance(image, Image.Image)}
 
 
 def _shallow(value: object) -> Any:
@@ -149,6 +161,10 @@ def without_response(old: Sample) -> Sample:
     ):
         setattr(sample, name, getattr(blank, name))
     sample.metadata = {name: value for name, value in (sample.metadata or {}).items() if name not in _OF_A_RESPONSE}
+    if (own := sample.__dict__.pop(PROMPT_IMAGES, None)) is not None:  # what was made of all images is of no use
+        inputs = sample.multimodal_inputs or {}
+        sample.multimodal_inputs = {**inputs, "images": list(inputs.get("images") or [])[:own]}
+        sample.multimodal_train_inputs, sample.tokens = None, []
     return sample
 
 

@@ -14,6 +14,7 @@ from slime.utils.processing_utils import build_processor_kwargs, encode_image_fo
 FORBIDDEN = -1000.0
 """Added to the logit of a placeholder: its probability is 0 in fp32, and log-probs are those of the distribution
 without it."""
+FORBIDDEN_IDS = "slime_forbidden_ids"
 T = TypeVar("T")
 
 
@@ -79,11 +80,17 @@ def forbidden_ids(reader: Reader) -> list[int]:
     return sorted({one for one in found if isinstance(one, int)})
 
 
-def without_placeholders(params: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
-    """Return sampling parameters under which no placeholder is sampled."""
+def without_placeholders(payload: Mapping[str, Any], ids: Sequence[int]) -> dict[str, Any]:
+    """Return the body of a request under which no placeholder is sampled.
+
+    Routers drop ``logit_bias``: engines that run slime's plugin read the ids among the labels, which routers pass on.
+    """
     if not ids:
-        return dict(params)
-    return {**params, "logit_bias": {**(params.get("logit_bias") or {}), **{str(one): FORBIDDEN for one in ids}}}
+        return dict(payload)
+    params = payload["sampling_params"]
+    bias = {**(params.get("logit_bias") or {}), **{str(one): FORBIDDEN for one in ids}}
+    labels = {**(payload.get("custom_labels") or {}), FORBIDDEN_IDS: ",".join(map(str, ids))}
+    return {**payload, "sampling_params": {**params, "logit_bias": bias}, "custom_labels": labels}
 
 
 def expanded(reader: Reader, text: str, inputs: Mapping[str, Any] | None) -> tuple[list[int], dict[str, Any]]:

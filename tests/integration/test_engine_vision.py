@@ -55,8 +55,9 @@ def generate(
 ) -> dict[str, Any]:
     if images:
         given = {**given, "image_data": [encode_image_for_rollout_engine(image) for image in images]}
-    params = without_placeholders({"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}, forbidden)
-    return dict(client.generate({**given, "sampling_params": params, "return_logprob": True}))
+    params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    payload = {**given, "sampling_params": params, "return_logprob": True}
+    return dict(client.generate(without_placeholders(payload, forbidden)))
 
 
 def difference(reference: VisionReference, prompt: list[int], reply: dict[str, Any], tensors: dict[str, Any]) -> float:

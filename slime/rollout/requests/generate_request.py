@@ -94,7 +94,6 @@ def generate_payload(
             )  # fmt: skip
         return None
     params = limited(sampling_params, left, sample.response_length)
-    params = without_placeholders(params, forbidden_ids(state))
     payload: dict[str, Any] = {"sampling_params": params, "return_logprob": True}
     payload.update(request_fields(state, sample))
     asked = []  # what the trainer replays
@@ -105,7 +104,7 @@ def generate_payload(
     payload.update(dict.fromkeys(asked, True))
     if asked:  # routers drop fields that they do not know, and pass these on; the engine plugin reads them
         payload["custom_labels"] = {f"slime_{field}": "true" for field in asked}
-    return payload
+    return without_placeholders(payload, forbidden_ids(state))
 
 
 def routing_headers(args: Args, sample: Sample) -> dict[str, str] | None:

@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from slime.rollout.groups import PROMPT_IMAGES
 from slime.utils.image_tokens import as_png, collapsed, expanded, forbidden_ids, joined, placeholder_id
 
 if TYPE_CHECKING:
@@ -87,5 +88,6 @@ def add_images(sample: Sample, images: Sequence[Any], inputs: Mapping[str, Any])
     of a group share those of their prompt."""
     if not images:
         return
+    sample.__dict__.setdefault(PROMPT_IMAGES, len(images_of(sample)))
     sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": [*images_of(sample), *images]}
     sample.multimodal_train_inputs = joined(sample.multimodal_train_inputs, inputs)

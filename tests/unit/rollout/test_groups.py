@@ -6,9 +6,11 @@ import copy
 import threading
 
 import torch
+from PIL import Image
 
 from slime.observability.trace_utils import trace_span
-from slime.rollout.groups import copy_group, copy_prompt, copy_sample
+from slime.rollout.groups import copy_group, copy_prompt, copy_sample, without_response
+from slime.rollout.requests.images import add_images
 from slime.utils.types import Sample
 
 
@@ -86,3 +88,30 @@ def test_a_copied_prompt_shares_nothing():
         if isinstance(value, (list, dict)):
             assert getattr(found, name) is not getattr(sample, name), name
     assert copy_prompt(Sample(prompt="p")) == Sample(prompt="p")
+
+
+def test_images_are_shared_by_the_samples_of_a_group() -> None:
+    image = Image.new("RGB", (2, 2))
+    prompt = Sample(prompt="p", multimodal_inputs={"images": [image], "videos": None})
+    one, other = copy_prompt(prompt), copy_prompt(prompt)
+    assert one.multimodal_inputs["images"][0] is other.multimodal_inputs["images"][0] is image
+    one.multimodal_inputs["images"].append(image)
+    assert len(prompt.multimodal_inputs["images"]) == len(other.multimodal_inputs["images"]) == 1
+
+
+def test_a_new_start_has_the_images_of_the_prompt() -> None:
+    first, later = (Image.new("RGB", (side, side)) for side in (2, 3))
+    sample = Sample(prompt="p", tokens=[1, 7, 7], multimodal_inputs={"images": [first]})
+    sample.multimodal_train_inputs = {"pixel_values": torch.ones(2, 3)}
+    assert without_response(sample).tokens == [1, 7, 7]
+    assert without_response(sample).multimodal_train_inputs is not None
+    for _ in range(2):
+        sample.append_response_tokens(tokens=[5], log_probs=[-1.0])
+        sample.append_response_tokens(tokens=[7], trainable=False)
+        add_images(sample, [later], {"pixel_values": torch.zeros(1, 3)})
+    assert sample.multimodal_train_inputs["pixel_values"].tolist() == [[1] * 3] * 2 + [[0] * 3] * 2
+    again = without_response(Sample.from_dict(sample.to_dict()))
+    assert again.multimodal_inputs == {"images": [first]}
+    # ids and tensors are made of the prompt again
+    assert (again.tokens, again.multimodal_train_inputs, again.response_length) == ([], None, 0)
+    assert len(sample.multimodal_inputs["images"]) == 3

@@ -11,6 +11,7 @@ import pytest
 from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
+from slime.utils.image_tokens import FORBIDDEN, without_placeholders
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 
@@ -68,6 +69,23 @@ def test_engines_that_are_asked_directly_heed_custom_params(plugin: Any) -> None
     assert request.sampling_params == {"custom_params": {"mine": 1}}
     alone = normalized(plugin, {"sampling_params": {"custom_params": {"return_top_p_token_ids": True}}})
     assert alone.sampling_params == {}
+
+
+def test_placeholders_are_forbidden_behind_a_router(plugin: Any) -> None:
+    asked = without_placeholders(
+        {"sampling_params": {"logit_bias": {"3": 1.5}}, "custom_labels": {"team": "a"}}, [7, 9]
+    )
+    bias = {"3": 1.5, "7": FORBIDDEN, "9": FORBIDDEN}
+    assert asked["sampling_params"] == {"logit_bias": bias}  # what engines without the plugin read
+    assert FORBIDDEN == plugin.FORBIDDEN < -100
+    labels = asked["custom_labels"]
+    request = normalized(plugin, {**asked, "custom_labels": dict(labels)})
+    assert (request.sampling_params, request.custom_labels) == ({"logit_bias": bias}, {"team": "a"})
+    for params in ({"top_p": 1.0}, None):
+        routed = normalized(plugin, {"sampling_params": params, "custom_labels": dict(labels)})
+        assert routed.sampling_params == {**(params or {}), "logit_bias": {"7": FORBIDDEN, "9": FORBIDDEN}}
+    batch = normalized(plugin, {"sampling_params": [{}, {}], "custom_labels": dict(labels)})
+    assert batch.sampling_params == [{"logit_bias": {"7": FORBIDDEN, "9": FORBIDDEN}}] * 2
 
 
 def test_nothing_is_asked_for_unasked(plugin: Any) -> None:

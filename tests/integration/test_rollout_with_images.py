@@ -1,0 +1,111 @@
+"""Rollouts with images on a real engine behind a real router: ids, pixels, log-probs; several turns, tools, agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from slime.rollout import eval_rollout
+from slime.rollout.base_types import iter_samples
+from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.requests.images import images_of
+from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
+from slime.servers import http_utils
+from slime.utils.async_utils import run
+from slime.utils.misc import SingletonMeta
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
+from tests.support.engines import engine_and_router, engine_args
+from tests.support.rollout_args import rollout_args
+from tests.support.vision_models import VisionReference, drawing, make_vision_checkpoint
+
+pytestmark = pytest.mark.integration
+ROWS = [
+    ("no picture", []),
+    ("<image>what is it?", [drawing(1)]),
+    ("first <image>, then <image>: what?", [drawing(2, 200, 130), drawing(3, 64, 64)]),
+    ("again <image>", [drawing(4, 40, 90)]),
+]
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    root = tmp_path_factory.mktemp("images")
+    checkpoint = make_vision_checkpoint(root / "model", "qwen3_vl")
+    with engine_and_router(engine_args(checkpoint), root) as (engine, router):
+        router.add_engine(engine.info)
+        reference = VisionReference(checkpoint)
+        yield SimpleNamespace(root=root, checkpoint=checkpoint, port=router.port, reference=reference, engine=engine)
+
+
+@pytest.fixture
+def make_args(setup: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    SingletonMeta.clear_instances()
+    monkeypatch.setattr(http_utils, "_http_client", None)
+    monkeypatch.setattr(eval_rollout, "EVAL_PROMPT_DATASET", {})
+
+    def make(**overrides: Any) -> Any:
+        prompts = tmp_path / "prompts.jsonl"
+        rows = [
+            {"input": q, "label": "1", "images": [encode_image_for_rollout_engine(i) for i in ii]} for q, ii in ROWS
+        ]
+        prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        args = rollout_args(
+            hf_checkpoint=str(setup.checkpoint), prompt_data=str(prompts), sglang_router_port=setup.port,
+            rollout_num_engines=1, rollout_request_timeout=60.0, rollout_batch_size=4, apply_chat_template=True,
+            multimodal_keys={"image": "images"}, **overrides,
+        )  # fmt: skip
+        http_utils.init_http_client(args)
+        return args
+
+    yield make
+    if http_utils._http_client is not None:
+        run(http_utils._http_client.close())
+    SingletonMeta.clear_instances()
+
+
+def check(setup: SimpleNamespace, sample: Sample) -> None:
+    """Assert that the log-probs of a sample's own tokens are those of transformers with the trainer's pixels."""
+    tensors = sample.multimodal_train_inputs or {}
+    grids = tensors.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+    assert len(grids) == len(images_of(sample))
+    assert sample.tokens.count(setup.reference.image_id) == int(grids.prod(-1).sum()) // 4
+    assert len(sample.rollout_log_probs) == sample.response_length == len(sample.loss_mask)
+    cut = len(sample.tokens) - sample.response_length
+    expected = setup.reference.log_probs(sample.tokens[:cut], sample.tokens[cut:], tensors)
+    mask = torch.tensor(sample.loss_mask).bool()
+    assert (torch.tensor(sample.rollout_log_probs) - expected)[mask].abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("function", [None, "slime.rollout.sglang_streaming_rollout.generate_streaming"])
+def test_a_rollout(setup, make_args, function):
+    args = make_args(custom_generate_function_path=function)
+    groups = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    assert [len(images_of(group[0])) for group in groups] == [0, 1, 2, 1]
+    for group in groups:
+        for sample in iter_samples(group):
+            check(setup, sample)
+        one, other = (sample.multimodal_train_inputs or {} for sample in group)
+        assert all(one[key] is other[key] for key in one)  # made and stored once
+
+
+def test_a_sample_that_was_aborted_is_continued_by_its_tokens(setup, make_args):
+    args = make_args(rollout_max_response_len=12)
+    group = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples[2]
+    sample = group[0]
+    for name in ("rollout_log_probs", "loss_mask"):
+        setattr(sample, name, getattr(sample, name)[:5])
+    del sample.tokens[len(sample.tokens) - sample.response_length + 5 :]
+    begun, sample.response_length, sample.status = list(sample.tokens), 5, Sample.Status.ABORTED
+    sample.response = "what is not tokenized again"
+    params = GenerateState(args).sampling_params.copy()
+    run(generate(args, sample, params))
+    assert sample.tokens[: len(begun)] == begun
+    assert sample.response_length > 5
+    check(setup, sample)
