@@ -21,6 +21,8 @@ _SHARED = ("multimodal_inputs", "multimodal_train_inputs")
 
 PROMPT_IMAGES = "prompt_images"
 """The attribute of a sample that got images after its prompt: how many the prompt had."""
+PIXELS_OF_PROCESSOR = "pixels_of_processor"
+"""The attribute of a sample whose ``multimodal_train_inputs`` are what the processor makes of its images."""
 _UNCHANGING = frozenset({type(None), bool, int, float, str, Sample.Status})
 
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")

@@ -15,11 +15,13 @@ from slime.arguments.args import Args
 from slime.batching.columns import RolloutColumns, RolloutShard, fill_rollout_ids
 from slime.batching.schedule import build_dp_schedule, leftover_positions
 from slime.batching.train_data import Rows, build_train_data, finite_reward, join_rows, take_rows, unused_ids
+from slime.rollout import sglang_rollout
 from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import NotStorable, decode_group, decode_value, encode_group, encode_value
 from slime.rollout.groups import copy_sample
 from slime.rollout.hooks.contracts import contracts_of
 from slime.rollout.hooks.hook import Hook, find_hook, find_hooks
+from slime.rollout.requests.images import complete
 from slime.utils.atomic_file import write_atomically
 from slime.utils.digests import seal, unseal
 from slime.utils.types import Sample
@@ -198,6 +200,7 @@ class Converter:
                 f"{len(found)} samples that wait for a training step were saved {without} "
                 "--custom-convert-samples-to-train-data-path; resume in the same way"
             )
+        complete(found.samples, lambda: sglang_rollout.GenerateState(self.args))
         self.carried = found
 
 

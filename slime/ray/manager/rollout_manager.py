@@ -42,11 +42,13 @@ from slime.ray.manager.rollout_metrics import (
     top_p_metrics,
 )
 from slime.ray.remote import EngineDied, reports_errors
+from slime.rollout import sglang_rollout
 from slime.rollout.base_types import call_rollout_fn, check_sibling_rollout_ids
 from slime.rollout.data_source import SNAPSHOTS_KEPT
 from slime.rollout.debug_data import save_tokenizer
 from slime.rollout.durable.recovery import may_be_saved
 from slime.rollout.hooks.hook import check_hooks, find_hook, make_hook, with_notes
+from slime.rollout.requests.images import complete
 from slime.rollout.sample_hooks import set_current_rollout_id
 from slime.rollout.staleness import weight_clock
 from slime.servers.http_utils import get_http_client, init_http_client
@@ -265,6 +267,7 @@ class RolloutManager:
         with self.converter.annotate_with_hooks():
             check_sibling_rollout_ids(output.samples)
         samples = list(iter_samples(output.samples))
+        complete(samples, lambda: sglang_rollout.GenerateState(self.args))
         if hasattr(self.data_source, "record_consumed"):
             self.data_source.record_consumed(rollout_id, samples)
         return samples, output.metrics

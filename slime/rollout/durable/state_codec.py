@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from slime.rollout.groups import PIXELS_OF_PROCESSOR
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ def decode_group(data: object) -> Any:
 
 def _encode_sample(sample: Sample, after_long_list: Callable[[], None]) -> dict[str, Any]:
     encoded: dict[str, Any] = {} if type(sample) is Sample else {_CLASS: _name_of(type(sample))}
-    for name, value in sample.to_dict().items():
+    fields = sample.to_dict()
+    if PIXELS_OF_PROCESSOR in fields:  # 50 times the size of the images, of which the processor makes it again
+        fields["multimodal_train_inputs"] = None
+    for name, value in fields.items():
         try:
             encoded[name] = _encode_metadata(sample, value) if name == "metadata" else encode_value(value)
             if isinstance(value, list) and len(value) >= _VERY_LONG:
@@ -130,9 +134,9 @@ def encode_value(value: Any) -> Any:
     if type(value).__module__.partition(".")[0] == "torch" and hasattr(value, "detach"):
         return _encode_tensor(value)
     if type(value).__module__.partition(".")[0] == "PIL":
-        from slime.utils.processing_utils import encode_image_for_rollout_engine
+        from slime.utils.image_tokens import as_png  # the samples of a group have the same images
 
-        return {"__image__": encode_image_for_rollout_engine(value)}
+        return {"__image__": as_png(value)}
     raise NotStorable(f"a {_name_of(type(value))} has no form in the state file")
 
 

@@ -13,7 +13,7 @@ from slime.arguments.files.sglang_config import read as read_sglang_config
 from slime.arguments.rules.hf_config import read_config
 from slime.models import hf_fields
 from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
-from slime.rollout.requests.images import check_prompt, check_sampled, request_fields
+from slime.rollout.requests.images import check_prompt, check_sampled, request_fields, set_train_inputs
 from slime.servers.engine_replies import output_tokens
 from slime.utils.image_tokens import expanded, forbidden_ids, without_placeholders
 from slime.utils.sampling import limited
@@ -162,7 +162,7 @@ def prompt_token_ids(state: RequestState, sample: Sample) -> list[int]:
         )
     if state.processor is not None and sample.multimodal_inputs:
         ids, inputs = expanded(state, sample.prompt, sample.multimodal_inputs)
-        sample.multimodal_train_inputs = inputs or None
+        set_train_inputs(sample, inputs)
         return ids
     return bookkeeping_of(state).prompt_tokens.of(state.tokenizer, sample.prompt)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from slime.rollout.groups import PROMPT_IMAGES
-from slime.utils.image_tokens import as_png, collapsed, expanded, forbidden_ids, joined, placeholder_id
+from slime.rollout.groups import PIXELS_OF_PROCESSOR, PROMPT_IMAGES
+from slime.utils.image_tokens import as_png, collapsed, expanded, forbidden_ids, joined, placeholder, placeholder_id
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
@@ -88,6 +88,27 @@ def add_images(sample: Sample, images: Sequence[Any], inputs: Mapping[str, Any])
     of a group share those of their prompt."""
     if not images:
         return
-    sample.__dict__.setdefault(PROMPT_IMAGES, len(images_of(sample)))
-    sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": [*images_of(sample), *images]}
-    sample.multimodal_train_inputs = joined(sample.multimodal_train_inputs, inputs)
+    had, made = images_of(sample), sample.multimodal_train_inputs
+    sample.__dict__.setdefault(PROMPT_IMAGES, len(had))
+    sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": [*had, *images]}
+    ours = PIXELS_OF_PROCESSOR in sample.__dict__
+    if not (ours and made is None):  # else it comes from a state file, and all is made when it is complete
+        sample.multimodal_train_inputs = joined(made, inputs)
+    if ours or not had:
+        setattr(sample, PIXELS_OF_PROCESSOR, True)
+
+
+def set_train_inputs(sample: Sample, inputs: dict[str, Any]) -> None:
+    """Let ``sample`` have what the processor made of its images: the state files leave it out."""
+    sample.multimodal_train_inputs = inputs or None
+    if inputs:
+        setattr(sample, PIXELS_OF_PROCESSOR, True)
+
+
+def complete(samples: Iterable[Sample], state: Callable[[], Any]) -> None:
+    """Make again what state files leave out of samples with images. ``state`` is called when it is needed."""
+    for sample in samples:
+        if sample.multimodal_train_inputs is None and PIXELS_OF_PROCESSOR in sample.__dict__:
+            reader, images = state(), images_of(sample)
+            text = placeholder(reader) * len(images)
+            _, sample.multimodal_train_inputs = expanded(reader, text, sample.multimodal_inputs)
