@@ -97,6 +97,13 @@ def media_kind(part: Mapping[str, Any]) -> str | None:
     return None
 
 
+def has_media(message: object) -> bool:
+    """Return True for a message with a part that is media."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, Mapping) and media_kind(part) is not None for part in parts)
+
+
 def _places_of(kind: str) -> tuple[str, ...]:
     return (kind, f"{kind}_url", f"input_{kind}", "source", "url", "path", "base64", "data")
 

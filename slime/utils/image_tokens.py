@@ -147,9 +147,10 @@ class WithImages:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader.tokenizer, name)
 
-    def show(self, images: Sequence[Any]) -> None:
-        """The text that comes next has ``images``."""
+    def show(self, images: Sequence[Any]) -> list[Any]:
+        """The text that comes next has ``images``, which are returned."""
         self._shown, self.inputs = list(images), {}
+        return self._shown
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of ``text``, and keep what the processor made of its images."""

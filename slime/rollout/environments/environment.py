@@ -9,7 +9,15 @@ from typing import Any, ClassVar
 
 from slime.arguments.args import Args
 from slime.arguments.files.environments import environments_of
-from slime.rollout.environments.tools import Tool, ToolCall, ToolError, ToolRegistry, parse_tool_calls
+from slime.rollout.environments.tools import (
+    Content,
+    Tool,
+    ToolCall,
+    ToolError,
+    ToolRegistry,
+    parse_tool_calls,
+    without_images,
+)
 from slime.utils.types import Sample
 
 Messages = list[dict[str, Any]]
@@ -79,7 +87,8 @@ class Environment:
     def format_observation(self, observation: Any) -> str | dict[str, Any] | Messages:
         """Return how the model sees an observation: one message or several of the chat, or a text.
 
-        Messages end the model's message and begin its next one; a text is appended to the message as it is.
+        Messages end the model's message and begin its next one; a text is appended to the message as it is. Images are
+        parts ``{"type": "image", "image": ...}`` of a message's content, with ``--multimodal-keys``.
         """
         return {"role": "user", "content": str(observation)}
 
@@ -147,16 +156,17 @@ class ToolEnvironment(Environment):
             return Step(reward=float(self.answer(action)), done=True)
         results = await asyncio.gather(*map(self._result, calls))
         errors = sum(failed for _, failed in results)
-        return Step([text for text, _ in results], tool_calls=len(calls), tool_errors=errors)
+        return Step([content for content, _ in results], tool_calls=len(calls), tool_errors=errors)
 
-    def format_observation(self, observation: list[str]) -> str | dict[str, Any] | Messages:
+    def format_observation(self, observation: list[Any]) -> str | dict[str, Any] | Messages:
         """Return a message of the role tool per result."""
-        return [{"role": "tool", "content": text} for text in observation]
+        return [{"role": "tool", "content": content} for content in observation]
 
-    async def _result(self, call: ToolCall | ToolError) -> tuple[str, bool]:
+    async def _result(self, call: ToolCall | ToolError) -> tuple[Content, bool]:
         try:
             if isinstance(call, ToolError):
                 raise call
-            return await self.tools.call(call), False
+            content = await self.tools.call(call)
+            return content if self.args.multimodal_keys else without_images(content), False
         except ToolError as e:
             return f"error: {e}", True

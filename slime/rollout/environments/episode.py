@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from slime.arguments.args import Args
 from slime.arguments.files.environments import EnvironmentEntry, environments_of
@@ -24,11 +24,16 @@ from slime.rollout.groups import without_response
 from slime.rollout.hooks.hook import in_thread, is_coroutine_function, place_of
 from slime.rollout.outages import AwaitedService, is_of_service, with_users_line
 from slime.rollout.requests.generate_request import tokens_left
+from slime.rollout.requests.images import add_images, images_of, set_train_inputs
+from slime.utils.chat_messages import has_media, media_messages
+from slime.utils.image_tokens import WithImages
 from slime.utils.misc import load_function
+from slime.utils.processing_utils import process_vision_info
 from slime.utils.types import Sample
 from slime.utils.user_code import users_traceback
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 EVAL_ATTEMPTS = 3
 """An evaluation needs every sample: an episode that fails begins again, then the run stops."""
@@ -118,6 +123,7 @@ class Episode:
         self.reward = 0.0
         self.turns = self.tool_calls = self.tool_errors = 0
         self.as_rendered = True
+        self.reader: WithImages | None = None
 
     async def play(self, sampling_params: dict[str, Any]) -> Sample:
         """Return the sample of the episode. Raises EnvironmentFailure."""
@@ -157,11 +163,14 @@ class Episode:
             if done or self.turns == self.entry.max_turns:
                 break
             found = await self._call("format_observation", environment.format_observation, step.observation)
-            ids, text = turns.observe(action, tokens, [found] if isinstance(found, dict) else found)
+            seen, images = await self._show("format_observation", [found] if isinstance(found, dict) else found)
+            ids, text = await self._tokenized(turns.observe, action, tokens, seen)
             left = tokens_left(args, sample, sampling_params, self.evaluation)
             if len(ids) >= left:  # no room for another turn
                 break
             sample.append_response_tokens(args, tokens=ids, text=text, trainable=False)
+            if self.reader is not None:
+                add_images(sample, images, self.reader.inputs)
             turns.text += text
             self._compare(turns)
         if not done:
@@ -170,11 +179,6 @@ class Episode:
 
     async def _begin(self, environment: Environment) -> ChatTurns:
         sample = self.sample
-        if sample.multimodal_inputs:
-            raise NotImplementedError(
-                f"environment {self.entry.name!r}: sample index={sample.index} has images, whose requests are sent as "
-                "text; use a --custom-generate-function-path of your own"
-            )
         prompt = await self._call("reset", environment.reset)
         prompt = sample.prompt if prompt is None else prompt
         if not prompt:
@@ -185,9 +189,38 @@ class Episode:
         sample.prompt = sample.prompt or prompt
         schemas = environment.tools.schemas() if environment.tools is not None else None
         kwargs = self.args.apply_chat_template_kwargs or {}
-        turns = ChatTurns(sglang_rollout.GenerateState(self.args).tokenizer, schemas, kwargs)
-        sample.tokens = turns.begin(prompt)
+        state = sglang_rollout.GenerateState(self.args)
+        self.reader = WithImages(state) if getattr(state, "processor", None) is not None else None
+        turns = ChatTurns(self.reader or state.tokenizer, schemas, kwargs)
+        had = images_of(sample)
+        if prompt is sample.prompt and had and self.reader is not None:
+            images = self.reader.show(had)
+        else:
+            prompt, images = await self._show("reset", prompt)
+        if images or had:
+            sample.multimodal_inputs = {**(sample.multimodal_inputs or {}), "images": images}
+        sample.tokens = await self._tokenized(turns.begin, prompt)
+        if self.reader is not None:
+            set_train_inputs(sample, self.reader.inputs)
         return turns
+
+    async def _show(self, method: str, said: str | Messages) -> tuple[str | Messages, list[Any]]:
+        """Return messages as templates take them, and their images, which the text has that comes next."""
+        images: list[Any] = []
+        if not isinstance(said, str) and any(map(has_media, said)):
+            if self.reader is None:
+                raise ValueError(
+                    f"environment {self.entry.name!r}, {method}: there is an image in a message, and no processor is "
+                    "loaded for images: give --multimodal-keys, and a checkpoint that has one"
+                )
+            processor = sglang_rollout.GenerateState(self.args).processor
+            images = (await self._call(method, process_vision_info, said, processor))["images"] or []
+            said = media_messages(said, method)
+        return said, images if self.reader is None else self.reader.show(images)
+
+    async def _tokenized(self, function: Callable[..., T], *arguments: object) -> T:
+        """Call a function that tokenizes; in a thread where images may be among it."""
+        return function(*arguments) if self.reader is None else await in_thread(function, *arguments)
 
     async def _step(self, environment: Environment, action: str) -> Step:
         step = await self._call("step", environment.step, action)

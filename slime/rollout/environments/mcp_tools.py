@@ -17,7 +17,7 @@ from mcp.client.stdio import stdio_client
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, METHOD_NOT_FOUND
 
 from slime.arguments.files.environments import McpServer
-from slime.rollout.environments.tools import Tool, ToolError
+from slime.rollout.environments.tools import Content, Tool, ToolError, without_images
 
 _servers: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Server]] = WeakKeyDictionary()
 
@@ -50,8 +50,9 @@ class _Server:
                 error.__cause__ = e
                 self.ready.set_exception(error)
 
-    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Return what a tool answers. Raises ToolError for a mistake of the model, RuntimeError for no answer."""
+    async def _call(self, name: str, arguments: dict[str, Any]) -> Content:
+        """Return what a tool answers, parts where there is an image. Raises ToolError for a mistake of the model,
+        RuntimeError for no answer."""
         session, _ = await self.ready
         try:
             result = await session.call_tool(name, arguments)
@@ -61,10 +62,19 @@ class _Server:
             if e.error.code == CONNECTION_CLOSED:
                 self.stop.set()
             raise RuntimeError(f"the MCP server {self.name!r} did not answer a call of {name!r}: {e}") from e
-        text = "\n".join(part.text if part.type == "text" else f"[{part.type}]" for part in result.content)
-        if result.isError:
-            raise ToolError(text)
-        return text
+        parts = [_part(part) for part in result.content]
+        if result.isError or not any(part["type"] == "image" for part in parts):
+            text = without_images(parts)
+            if result.isError:
+                raise ToolError(text)
+            return text
+        return parts
+
+
+def _part(part: Any) -> dict[str, Any]:
+    if part.type == "image":
+        return {"type": "image", "image": f"data:{part.mimeType};base64,{part.data}"}
+    return {"type": "text", "text": part.text if part.type == "text" else f"[{part.type}]"}
 
 
 async def tools_of_server(settings: McpServer) -> list[Tool]:

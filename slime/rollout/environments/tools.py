@@ -16,6 +16,10 @@ from slime.rollout.hooks.hook import in_thread, is_coroutine_function
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
+Content = str | list[dict[str, Any]]
+"""Of a message: a text, or parts ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": ...}``."""
+
+
 class ToolError(Exception):
     """A mistake of the model, which gets the message as its observation. Anything else that a tool raises is a failure
     of the environment."""
@@ -23,7 +27,8 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class Tool:
-    """``parameters`` is a JSON schema; ``call(arguments)`` returns what the model is to see, or an awaitable of it."""
+    """``parameters`` is a JSON schema; ``call(arguments)`` returns what the model is to see, or an awaitable of it: a
+    text, an image, a list of texts and images, or an object, which becomes JSON."""
 
     name: str
     description: str
@@ -123,8 +128,9 @@ class ToolRegistry:
         """Return all tools as chat templates have them."""
         return [tool.schema() for tool in self._tools.values()]
 
-    async def call(self, call: ToolCall) -> str:
-        """Return what the tool answers, as text: objects as JSON. Raises ToolError for a mistake of the model."""
+    async def call(self, call: ToolCall) -> Content:
+        """Return what the tool answers: text, objects as JSON, or parts of a message where there is an image. Raises
+        ToolError for a mistake of the model."""
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
@@ -132,7 +138,43 @@ class ToolRegistry:
         result = tool.call(call.arguments)
         if inspect.isawaitable(result):
             result = await result
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+        return content_of(result)
+
+
+def content_of(result: object) -> Content:
+    """Return the content of a message with ``result``."""
+    items = result if isinstance(result, list) else [result]
+    if not any(map(_is_image, items)):
+        return _as_text(result)
+    parts = [
+        item if _is_part(item) else {"type": "image", "image": item} if _is_image(item) else None for item in items
+    ]
+    return [part or {"type": "text", "text": _as_text(item)} for part, item in zip(parts, items, strict=True)]
+
+
+def without_images(content: Content) -> str:
+    """Return a content as text, for models that do not see."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] if part["type"] == "text" else f"[{part['type']}]" for part in content)
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _is_part(item: object) -> bool:
+    return isinstance(item, dict) and (
+        isinstance(item.get("text"), str) if item.get("type") == "text" else _is_image(item)
+    )
+
+
+def _is_image(item: object) -> bool:
+    """A path or an address that a tool answers is none: it may come from a page of the web, say."""
+    if isinstance(item, dict) and item.get("type") == "image":
+        image = item.get("image")
+        return isinstance(image, bytes) or (isinstance(image, str) and image.startswith("data:")) or _is_image(image)
+    return type(item).__module__.partition(".")[0] == "PIL" and hasattr(item, "convert")
 
 
 def parse_tool_calls(text: str) -> list[ToolCall | ToolError]:
