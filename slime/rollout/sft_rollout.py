@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from slime.arguments.args import Args
 from slime.rollout import sglang_rollout
 from slime.rollout.base_types import RolloutFnEvalOutput, RolloutFnTrainOutput
+from slime.rollout.requests.images import images_of, set_train_inputs
 from slime.utils.async_utils import run
 from slime.utils.chat_messages import check_messages
 from slime.utils.declared import with_defaults
+from slime.utils.image_tokens import image_lengths, placeholder_id, with_lengths
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.prompt_files import read_rows
 from slime.utils.types import Sample
 
@@ -24,6 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["generate_rollout"]
 
 logger = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=4)
+def reader_of(checkpoint: str, backend: str, trust_remote_code: bool) -> SimpleNamespace:
+    """Return tokenizer and processor of a checkpoint. Raises ValueError for one without a processor."""
+    processor = load_processor(checkpoint, backend=backend, trust_remote_code=trust_remote_code)
+    if processor is None:
+        raise ValueError(f"{checkpoint} has no processor for the images of conversations")
+    return SimpleNamespace(
+        tokenizer=load_tokenizer(checkpoint, trust_remote_code=trust_remote_code), processor=processor
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -108,7 +122,14 @@ def _fill(args: Args, sample: Sample, generator: MultiTurnLossMaskGenerator) -> 
         )
     try:
         check_messages(prompt, f"column {args.input_key!r}")
-        token_ids, loss_mask = generator.get_loss_mask(prompt, tools=(sample.metadata or {}).get("tools"))
+        images, tools = images_of(sample), (sample.metadata or {}).get("tools")
+        token_ids, loss_mask = generator.get_loss_mask(prompt, tools=tools, with_images=bool(images))
+        if images:
+            reader = reader_of(args.hf_checkpoint, args.sglang_image_processor_backend, args.trust_remote_code)
+            lengths, inputs = image_lengths(reader, sample.multimodal_inputs or {})
+            pad = placeholder_id(reader)
+            token_ids, loss_mask = with_lengths(token_ids, pad, lengths, loss_mask, "the conversation")
+            set_train_inputs(sample, inputs)
     except Exception as e:
         raise ValueError(f"{_place(args, sample)}: no loss mask can be made: {type(e).__name__}: {e}") from e
     length = get_response_lengths([loss_mask])[0]

@@ -178,11 +178,11 @@ def _prompt_lengths(
     counted: list[tuple[int, str]] = []
     for place, sample in enumerate(samples):
         prompt = sample.prompt
-        if isinstance(prompt, str) and processor is not None:
-            from slime.utils.processing_utils import build_processor_kwargs
+        images = (sample.multimodal_inputs or {}).get("images")
+        if isinstance(prompt, str) and processor is not None and images:
+            from slime.utils.processing_utils import expanded_length
 
-            kwargs = build_processor_kwargs(sample.multimodal_inputs)
-            lengths.append(len(processor(text=prompt, **kwargs)["input_ids"][0]))
+            lengths.append(expanded_length(processor, tokenizer, prompt, sample.multimodal_inputs))
             continue
         if prompt and all(isinstance(item, int) for item in prompt):
             lengths.append(len(prompt))
@@ -224,9 +224,21 @@ def _media_of(messages: list[Any], processor: Processor | None, where: str) -> d
     from slime.utils.processing_utils import process_vision_info
 
     try:
-        return process_vision_info(messages, processor)
+        found = process_vision_info(messages, processor)
     except (OSError, ValueError, ImportError) as e:
         raise ValueError(f"{where}: its media cannot be read: {e}") from e
+    if found["videos"]:
+        raise ValueError(f"{where}: videos are not available yet, of which it has {len(found['videos'])}")
+    return found
+
+
+def _check_placeholders(prompt: Any, inputs: Mapping[str, Any], processor: Processor | None, where: str) -> None:
+    """Raise ValueError for a rendered prompt that has not one placeholder for each image."""
+    images, token = len(inputs.get("images") or ()), getattr(processor, "image_token", None)
+    if isinstance(prompt, str) and isinstance(token, str) and (places := prompt.count(token)) != images:
+        raise ValueError(
+            f"{where}: the prompt has {images} images, and {places} times {token} as the chat template renders it"
+        )
 
 
 def _rendered(
@@ -273,6 +285,8 @@ class Dataset:
         self.seed = seed
         self.epoch_id = -1
         as_conversation = apply_chat_template or bool(multimodal_keys)
+        if multimodal_keys and processor is None:
+            raise ValueError(f"{path}: its media need a processor, and the checkpoint has none that can be loaded")
         samples = []
         places: dict[str, str] = {}  # the first text and the first list, where they are not rendered
         unread = None
@@ -299,6 +313,7 @@ class Dataset:
             inputs = None
             if processor is not None and isinstance(messages, list):
                 inputs = _media_of(messages, processor, where)
+                _check_placeholders(prompt, inputs, processor, where)
             label = _column(row, label_key, "label", where) if label_key is not None else None
             samples.append(Sample(prompt=prompt, label=label, metadata=metadata, multimodal_inputs=inputs))
         if unread is not None:

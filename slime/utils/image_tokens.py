@@ -4,6 +4,7 @@ request to an engine, which expands it again. Nothing that was generated is toke
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -106,6 +107,31 @@ def expanded(reader: Reader, text: str, inputs: Mapping[str, Any] | None) -> tup
     rest = repr(sorted((k, v) for k, v in inputs.items() if k != "images" and v is not None))
     ids, made = _expanded.of((text, rest), [reader.processor, *images], make)
     return list(ids), dict(made)
+
+
+def image_lengths(reader: Reader, inputs: Mapping[str, Any]) -> tuple[list[int], dict[str, Any]]:
+    """Return how many placeholders each image of ``inputs`` has, and the trainer's tensors."""
+    pad = placeholder_id(reader)
+    text = "\n".join([placeholder(reader)] * len(inputs["images"]))
+    ids, made = expanded(reader, text, inputs)
+    return [len(list(run)) for token, run in itertools.groupby(ids) if token == pad], made
+
+
+def with_lengths(
+    tokens: Sequence[int], pad: int, lengths: Sequence[int], beside: Sequence[T], name: str
+) -> tuple[list[int], list[T]]:
+    """Return ``tokens``, with one ``pad`` for each image, and what is ``beside`` each of them, expanded to ``lengths``.
+
+    Raises ValueError, which begins with ``name``, when there are not as many pads.
+    """
+    if (places := list(tokens).count(pad)) != len(lengths):
+        raise ValueError(f"{name} has {len(lengths)} images and {places} places for images among its tokens")
+    left = iter(lengths)
+    counts = [next(left) if token == pad else 1 for token in tokens]
+    return (
+        [token for token, count in zip(tokens, counts, strict=True) for _ in range(count)],
+        [value for value, count in zip(beside, counts, strict=True) for _ in range(count)],
+    )
 
 
 def as_png(image: Any) -> str:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from slime.utils.chat_messages import text_messages
+from slime.utils.chat_messages import media_messages, text_messages
 
 if TYPE_CHECKING:
     from slime.utils.processing_utils import Tokenizer
@@ -60,9 +60,14 @@ class MultiTurnLossMaskGenerator:
         self.tokenizer_type = tokenizer_type
         self._build = builders[tokenizer_type]
 
-    def get_loss_mask(self, messages: Messages, tools: list[Any] | None = None) -> tuple[list[int], list[int]]:
-        """Return token ids and loss mask, of equal length, of a whole conversation, which must be text."""
-        messages = text_messages(messages, "the conversation")
+    def get_loss_mask(
+        self, messages: Messages, tools: list[Any] | None = None, *, with_images: bool = False
+    ) -> tuple[list[int], list[int]]:
+        """Return token ids and loss mask, of equal length, of a whole conversation.
+
+        It must be text, or ``with_images``, of which each has the tokens that the chat template writes.
+        """
+        messages = (media_messages if with_images else text_messages)(messages, "the conversation")
         if self.tokenizer_type == "qwen" and self._prompts_as_distilled:
             return self.gen_multi_turn_loss_mask_distill_qwen(messages, tools)
         return self._build(messages, tools)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _KEPT_IN_TEXT = {"return_tensors": None, "return_token_type_ids": False}
+_MEDIA = {"images", "videos"}
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
 """Outputs of processors that say nothing that the ids do not."""
 
@@ -130,6 +131,17 @@ def build_processor_kwargs(multimodal_inputs: dict[str, Any] | None = None) -> d
     for kind in ("images_kwargs", "videos_kwargs", "audio_kwargs"):
         kwargs[kind] = {**kwargs.get(kind, {}), "return_tensors": "pt"}
     return kwargs
+
+
+def expanded_length(processor: Processor, tokenizer: Tokenizer, text: str, inputs: Mapping[str, Any] | None) -> int:
+    """Return how many tokens the processor makes of ``text`` and its images; of their sizes alone where it can."""
+    images = (inputs or {}).get("images") or []
+    of_sizes = getattr(processor, "_get_num_multimodal_tokens", None)
+    if of_sizes is not None and all(hasattr(image, "height") for image in images) and set(inputs or ()) <= _MEDIA:
+        counts = of_sizes(image_sizes=[(image.height, image.width) for image in images])["num_image_tokens"]
+        ids = tokenizer([text], add_special_tokens=False)["input_ids"][0]
+        return len(ids) + sum(int(count) - 1 for count in counts)
+    return len(processor(text=text, **build_processor_kwargs(dict(inputs or {})))["input_ids"][0])
 
 
 def train_inputs(outputs: Mapping[str, Any]) -> dict[str, Any]:
