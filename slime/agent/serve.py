@@ -29,8 +29,9 @@ from slime.servers.auth import bearer_token, is_key, is_loopback
 from slime.servers.bounded_site import run_app
 from slime.servers.http_client import HttpClient, HttpRequestError
 from slime.servers.key_file import KEY_VARIABLE, key_for, shared_key
+from slime.utils.image_tokens import as_png
 from slime.utils.plain_numbers import is_integer, reward_problem
-from slime.utils.processing_utils import load_tokenizer
+from slime.utils.processing_utils import load_processor, load_tokenizer
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,8 @@ class Gateway(OpenAIAdapter):
     """
 
     stop_keys = ("stop", "stop_sequences")
+    makes_pixels = False
+    """The run makes them, of the images that it gets."""
 
     def __init__(self, *, sink: str, key: str | None = None, max_context_tokens: int = 0, **options: Any) -> None:
         super().__init__(debug_callback=self._note_conversation, **options)
@@ -165,6 +168,8 @@ class Gateway(OpenAIAdapter):
         for record, sample in zip(records, samples, strict=True):
             record["loss_mask"] = sample.loss_mask or [1] * sample.response_length
             record["agent_session"] = sample.agent_session  # type: ignore[attr-defined]
+            if images := (sample.multimodal_inputs or {}).get("images"):
+                record["images"] = [as_png(image) for image in images]
         return {
             "uid": sid,
             "instance_id": instance,
@@ -224,6 +229,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--sink", required=True, metavar="URL", help="of the rollout buffer that finished sessions are written to")
     add("--hf-checkpoint", help="directory with the tokenizer; default: what the engine says")
     add("--trust-remote-code", action="store_true", help="let the tokenizer be code of the checkpoint")
+    add(
+        "--image-processor-backend", choices=["pil", "torchvision", "auto"], default="pil",
+        help="what prepares images, for checkpoints that see; that of the engines",
+    )  # fmt: skip
     add("--host", default="127.0.0.1", help=f"address to listen on; not loopback needs {KEY_VARIABLE}")
     add("--port", type=int, default=8890)
     add("--tool-call-parser", help="SGLang's name of the model's format of tool calls")
@@ -247,7 +256,9 @@ def main() -> None:
     http_utils._http_client.trust(engine)
     try:
         checkpoint = words.hf_checkpoint or asyncio.run(checkpoint_of(engine))
-        tokenizer = load_tokenizer(checkpoint, trust_remote_code=words.trust_remote_code)
+        trust = {"trust_remote_code": words.trust_remote_code}
+        tokenizer = load_tokenizer(checkpoint, **trust)
+        processor = load_processor(checkpoint, backend=words.image_processor_backend, **trust)
     except ValueError as e:
         parser.error(str(e))
     gateway = Gateway(
@@ -255,6 +266,7 @@ def main() -> None:
         key=key,
         max_context_tokens=words.max_context_tokens,
         tokenizer=tokenizer,
+        processor=processor,
         sglang_url=engine,
         tool_parser=words.tool_call_parser,
         reasoning_parser=words.reasoning_parser,

@@ -6,7 +6,9 @@ those messages; an agent that edits its history, or runs sub-agents under the sa
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import logging
 import threading
 from array import array
@@ -30,7 +32,8 @@ class TurnRecord:
 
     ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``output_log_probs`` has one entry per output token, or
     none where the engine gave none; ``ill_formed``: a tool call could not be parsed; ``meta_info`` is the
-    engine's, from which samples get weight versions and cache counters.
+    engine's, from which samples get weight versions and cache counters. ``images`` are those of the prompt, each with
+    one placeholder in it.
     """
 
     prompt_ids: Sequence[int]
@@ -39,6 +42,7 @@ class TurnRecord:
     output_log_probs: Sequence[float] = field(default_factory=list)
     ill_formed: bool = False
     meta_info: Mapping[str, Any] = field(default_factory=dict)
+    images: Sequence[str] = ()
 
     def compact(self) -> TurnRecord:
         """The turn with arrays for lists: each holds its whole prompt, and a list of ints is nine times as large."""
@@ -190,12 +194,14 @@ class TrajectoryManager:
         reward: float | dict[str, Any] = 0.0,
         extra_metadata: Mapping[str, Any] | None = None,
         max_sample_tokens: int = 0,
+        placeholders: Placeholders | None = None,
     ) -> list[Sample]:
         """Return the samples of session ``sid`` and forget it; an unknown session has none.
 
         Every sample has the prompt, label and indices of ``base_sample``, the whole ``reward``, and in its metadata
         the flags of ``flags_of_path``; its attribute ``agent_session`` has counts of the whole session. With
-        ``max_sample_tokens`` it is cut there, and ``truncated``; what then has no trained token is left out.
+        ``max_sample_tokens`` it is cut there, and ``truncated``; what then has no trained token is left out. With
+        ``placeholders`` the tokens of images are expanded, which are in ``multimodal_inputs`` as their turns have them.
         """
         with self._lock:
             root = self._forget(sid)
@@ -205,7 +211,7 @@ class TrajectoryManager:
         for path in _paths(root) if root is not None else ():
             flags = flags_of_path(path)
             for sequence in sequences_of_path(path, trained, self.fork_threshold_tokens):
-                sample = sample_of(sequence, base_sample, flags, max_sample_tokens)
+                sample = sample_of(sequence, base_sample, flags, max_sample_tokens, placeholders)
                 if sample is None:
                     continue
                 sample.reward = reward
@@ -409,6 +415,7 @@ class TokenSequence:
     segments: list[Segment] = field(default_factory=list)
     answer_start: int = 0
     latest: MessageNode | None = None
+    images: Sequence[str] = ()
 
     @classmethod
     def beginning_with(cls, prompt: Sequence[int], trained: dict[MessageNode, int]) -> TokenSequence:
@@ -461,6 +468,7 @@ def sequences_of_path(
             continue
         if not sequences or not sequences[-1].take_prompt(turn, threshold):
             sequences.append(TokenSequence.beginning_with(turn.prompt_ids, trained))
+        sequences[-1].images = turn.images
         sequences[-1].append_answer(node, turn)
     return sequences
 
@@ -476,10 +484,40 @@ def flags_of_path(path: Iterable[MessageNode]) -> dict[str, bool]:
     }
 
 
-def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], max_tokens: int = 0) -> Sample | None:
+@dataclass(frozen=True)
+class Placeholders:
+    """The ``token`` that stands for an image, and how many of them each image is for a trainer."""
+
+    token: int
+    lengths: Mapping[str, int]
+
+    def counts(self, sequence: TokenSequence) -> list[int]:
+        """Return how many tokens each of ``sequence`` becomes. Raises ValueError where images are missing."""
+        if sequence.tokens.count(self.token) != len(sequence.images):
+            raise ValueError(
+                f"{sequence.tokens.count(self.token)} places for {len(sequence.images)} images in a sample"
+            )
+        left = iter(sequence.images)
+        return [self.lengths[next(left)] if token == self.token else 1 for token in sequence.tokens]
+
+
+def sample_of(
+    sequence: TokenSequence,
+    base: Sample,
+    flags: Mapping[str, bool],
+    max_tokens: int = 0,
+    placeholders: Placeholders | None = None,
+) -> Sample | None:
     """Return the training sample of ``sequence`` with ``flags`` as metadata, cut at ``max_tokens`` when that is
     positive; None when no token of it is trained. It is TRUNCATED where it was cut, or its path was."""
-    limit = max_tokens if max_tokens > 0 else len(sequence.tokens)
+    counts = [1] * len(sequence.tokens) if placeholders is None else placeholders.counts(sequence)
+    ends = list(itertools.accumulate(counts))
+    limit = bisect.bisect_right(ends, max_tokens) if max_tokens > 0 else len(ends)
+
+    def expanded(start: int, end: int) -> list[int]:
+        pairs = zip(sequence.tokens[start:end], counts[start:end], strict=True)
+        return [token for token, count in pairs for _ in range(count)]
+
     segments = [segment for segment in sequence.segments if segment.start < limit]
     if not any(segment.trained for segment in segments):
         return None
@@ -489,10 +527,12 @@ def sample_of(sequence: TokenSequence, base: Sample, flags: Mapping[str, bool], 
         rollout_id=base.index if base.rollout_id is None else base.rollout_id,
         prompt=base.prompt,
         label=base.label,
-        tokens=sequence.tokens[: sequence.prompt_length].tolist(),
+        tokens=expanded(0, sequence.prompt_length),
     )
+    if placeholders is not None and (shown := sequence.tokens[:limit].count(placeholders.token)):
+        sample.multimodal_inputs = {"images": list(sequence.images[:shown])}
     for segment in segments:
-        tokens, turn = sequence.tokens[segment.start : min(segment.end, limit)].tolist(), segment.trained
+        tokens, turn = expanded(segment.start, min(segment.end, limit)), segment.trained
         if turn is None:
             sample.append_response_tokens(tokens=tokens, trainable=False)
             continue

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from slime.utils.image_tokens import PROMPT_IMAGES
 from slime.utils.types import Sample, iter_samples
 
 Group = list[Any]
@@ -19,10 +20,6 @@ FINISHED = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
 _SHARED = ("multimodal_inputs", "multimodal_train_inputs")
 """Large and never changed in place: copied one level deep."""
 
-PROMPT_IMAGES = "prompt_images"
-"""The attribute of a sample that got images after its prompt: how many the prompt had."""
-PIXELS_OF_PROCESSOR = "pixels_of_processor"
-"""The attribute of a sample whose ``multimodal_train_inputs`` are what the processor makes of its images."""
 _UNCHANGING = frozenset({type(None), bool, int, float, str, Sample.Status})
 
 _OF_A_RESPONSE = ("start_rollout_id", "reward_error")

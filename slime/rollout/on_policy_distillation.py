@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slime.arguments.args import Args
+from slime.arguments.rules.hf_config import read_config
 from slime.rollout.cancelling import gather_or_cancel
+from slime.rollout.requests.images import images_of
 from slime.rollout.rm_hub.remote import ask
 from slime.utils.declared import with_defaults
-from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.image_tokens import as_png, collapsed
 from slime.utils.types import Sample
 
 __all__ = ["post_process_rewards", "reward_func"]
@@ -48,9 +50,12 @@ async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: objec
         "return_logprob": True,
         "logprob_start_len": 0,
     }
-    images = (sample.multimodal_inputs or {}).get("images")
-    if images:
-        payload["image_data"] = [encode_image_for_rollout_engine(image) for image in images]
+    if images := images_of(sample):
+        pad = read_config(str(args.hf_checkpoint)).get("image_token_id")
+        if not isinstance(pad, int):
+            raise ValueError(f"{args.hf_checkpoint}: config.json has no image_token_id, and {_name(sample)} has images")
+        payload["input_ids"] = collapsed(sample.tokens, pad, len(images), _name(sample))
+        payload["image_data"] = [as_png(image) for image in images]
     timeout = args.rollout_request_timeout
     reply = await ask(args.rm_url, payload, timeout / ATTEMPTS_IN_TIME)
     await _name_last_id(args.rm_url, sample, reply, timeout / ATTEMPTS_IN_TIME)
@@ -105,7 +110,11 @@ def teacher_log_probs(sample: Sample, reply: object) -> list[float]:
     is known about the first. Raises ValueError when it is missing, or is not about the tokens of ``sample``.
     """
     entries = _response_entries(sample, reply)
+    masks = sample.loss_mask if images_of(sample) else None
     for position, (entry, token) in enumerate(zip(entries, _response(sample), strict=True)):
+        if entry[1] != token and masks is not None and not masks[position]:  # servers give images ids of their own
+            entries[position] = [0.0, token]
+            continue
         if entry[1] != token:
             raise ValueError(
                 f"{_name(sample)}: response token {position} is {token}, but the teacher returned {entry[1]}; both "

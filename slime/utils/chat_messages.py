@@ -58,7 +58,7 @@ def media_messages(messages: list[Any], where: str, more: Mapping[str, Iterator[
     """
 
     def unified(kind: str, part: Mapping[str, Any]) -> dict[str, Any]:
-        item = _item_of(kind, part)
+        item = item_of(kind, part)
         if item is None:
             item = next((more or {}).get(kind, iter(())), None)
         if item is None or kind not in ("image", "video"):
@@ -108,7 +108,7 @@ def _places_of(kind: str) -> tuple[str, ...]:
     return (kind, f"{kind}_url", f"input_{kind}", "source", "url", "path", "base64", "data")
 
 
-def _item_of(kind: str, part: Mapping[str, Any]) -> Any:
+def item_of(kind: str, part: Mapping[str, Any]) -> Any:
     """Return the item of a media part: a path, an address, bytes, or an object."""
     for key in _places_of(kind):
         value = part.get(key)
@@ -117,6 +117,6 @@ def _item_of(kind: str, part: Mapping[str, Any]) -> Any:
         if key in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
             return f"data:{part.get('media_type') or part.get('format') or f'{kind}/*'};base64,{value}"
         if isinstance(value, Mapping) and not {"bytes", "array"} & set(value):  # those are Hugging Face's own objects
-            return _item_of(kind, value)
+            return item_of(kind, value)
         return value
     return None

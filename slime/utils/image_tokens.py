@@ -15,7 +15,12 @@ from slime.utils.processing_utils import build_processor_kwargs, encode_image_fo
 FORBIDDEN = -1000.0
 """Added to the logit of a placeholder: its probability is 0 in fp32, and log-probs are those of the distribution
 without it."""
+PROMPT_IMAGES = "prompt_images"
+"""The attribute of a sample that got images after its prompt: how many the prompt had."""
+PIXELS_OF_PROCESSOR = "pixels_of_processor"
+"""The attribute of a sample whose ``multimodal_train_inputs`` are what the processor makes of its images."""
 FORBIDDEN_IDS = "slime_forbidden_ids"
+MOST_PIXELS = 80_000_000
 T = TypeVar("T")
 
 
@@ -29,12 +34,13 @@ class Reader(Protocol):
 class OfImages:
     """What was made of the latest images, by the images themselves: samples of a group have the same ones.
 
-    Images are not changed in place.
+    Images are not changed in place. At most ``kept`` results stay, of images with ``MOST_PIXELS`` in all.
     """
 
     def __init__(self, kept: int) -> None:
         self._kept = kept
         self._made: dict[Hashable, tuple[Sequence[Any], Any]] = {}
+        self._pixels = 0
         self._lock = threading.Lock()
 
     def of(self, key: Hashable, images: Sequence[Any], make: Callable[[], T]) -> T:
@@ -42,12 +48,20 @@ class OfImages:
         full = (key, *map(id, images))
         if (held := self._made.get(full)) is not None:
             return cast("T", held[1])
-        made = make()
+        made, pixels = make(), _pixels(images)
         with self._lock:
-            while len(self._made) >= self._kept:
-                del self._made[next(iter(self._made))]
+            if full in self._made or pixels > MOST_PIXELS:
+                return made
+            while len(self._made) >= self._kept or self._pixels + pixels > MOST_PIXELS:
+                self._pixels -= _pixels(self._made.pop(next(iter(self._made)))[0])
             self._made[full] = (images, made)  # which keeps the images, and their ids, alive
+            self._pixels += pixels
         return made
+
+
+def _pixels(images: Sequence[Any]) -> int:
+    sizes = (image.size for image in images if isinstance(getattr(image, "size", None), tuple))
+    return sum(size[0] * size[1] for size in sizes)
 
 
 _expanded, _encoded = OfImages(16), OfImages(128)

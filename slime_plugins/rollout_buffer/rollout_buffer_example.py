@@ -14,6 +14,8 @@ from slime.rollout.sft_rollout import mask_generator
 from slime.servers.http_client import HttpClient, HttpRequestError
 from slime.servers.key_file import key_for
 from slime.utils.async_utils import run
+from slime.utils.image_tokens import PIXELS_OF_PROCESSOR
+from slime.utils.images import open_image
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
 from slime.utils.network import join_address
@@ -314,6 +316,10 @@ def _trajectory(
         for name in RECORDED:
             if record.get(name) is not None:
                 setattr(sample, name, record[name])
+        if record.get("images"):
+            images = [open_image(image, local_files=False) for image in record["images"]]
+            sample.multimodal_inputs = {"images": images}
+            setattr(sample, PIXELS_OF_PROCESSOR, True)  # what the trainer gets of them is made before it trains
         samples.append(sample)
     return samples[0] if len(samples) == 1 else samples
 

@@ -109,6 +109,9 @@ def _check_sample(name: str, sample: Mapping[str, Any], largest: int) -> None:
         or not all(is_number(one) and one <= LARGEST_LOG_PROB for one in log_probs)
     ):
         raise ItemError(f"{name}.rollout_log_probs must be {length} finite numbers that are not above 0, or null")
+    images = sample.get("images") or []
+    if not isinstance(images, list) or not all(isinstance(i, str) and i.startswith("data:image/") for i in images):
+        raise ItemError(f"{name}.images must be a list of data: URLs of images")
     for key, (kind, wanted) in _OPTIONAL.items():
         if sample.get(key) is not None and not isinstance(sample[key], kind):
             raise ItemError(f"{name}.{key} must be {wanted}, got {sample[key]!r:.100}")

@@ -14,6 +14,8 @@ import torch
 from slime.rollout import eval_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
+from slime.rollout.environments import Environment, Step
+from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
 from slime.rollout.requests.images import images_of
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.servers import http_utils
@@ -22,7 +24,7 @@ from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
 from tests.support.engines import engine_and_router, engine_args
-from tests.support.rollout_args import rollout_args
+from tests.support.rollout_args import eval_config, rollout_args
 from tests.support.vision_models import VisionReference, drawing, make_vision_checkpoint
 
 pytestmark = pytest.mark.integration
@@ -109,3 +111,58 @@ def test_a_sample_that_was_aborted_is_continued_by_its_tokens(setup, make_args):
     assert sample.tokens[: len(begun)] == begun
     assert sample.response_length > 5
     check(setup, sample)
+
+
+def test_an_evaluation(setup, make_args):
+    args = make_args(eval_max_response_len=8)
+    config = SimpleNamespace(**{
+        **vars(eval_config(args.prompt_data, "pictures", input_key="input")), "multimodal_keys": {"image": "images"},
+        "apply_chat_template": True, "apply_chat_template_kwargs": None, "n_samples_per_eval_prompt": 1,
+        "repetition_penalty": 1.0,
+    })  # fmt: skip
+    args.eval_datasets = [config]
+    found = generate_rollout(args, 0, None, evaluation=True).data["pictures"]
+    assert [len(images_of(sample)) for sample in found["samples"]] == [0, 1, 2, 1]
+    for sample in found["samples"]:
+        check(setup, sample)
+
+
+class Painter(Environment):
+    """Answers a turn with a picture, twice."""
+
+    turns = 0
+
+    def step(self, action: str) -> Step:
+        self.turns += 1
+        return Step(self.turns, done=self.turns == 3)
+
+    def format_observation(self, observation: int) -> list[dict[str, Any]]:
+        shown = {"type": "image", "image": drawing(20 + observation, 64 * observation, 96)}
+        return [{"role": "tool", "content": [{"type": "text", "text": "look"}, shown]}]
+
+
+def test_episodes_with_images(setup, make_args):
+    """The random model never ends its turn: a token of its own, which it is made to stop at, does."""
+    stops = list(range(60, 120))
+    args = make_args(
+        custom_generate_function_path="slime.rollout.environments.generate", environment_path=[f"{__name__}.Painter"],
+        rollout_max_response_len=200, rollout_stop_token_ids=stops,
+    )  # fmt: skip
+    groups = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples
+    assert [len(images_of(group[0])) for group in groups] == [2, 3, 4, 3]
+    for sample in iter_samples(groups):
+        check(setup, sample)
+        assert 0 < sum(sample.loss_mask) < sample.response_length
+
+
+def test_a_teacher_sees_the_images(setup, make_args):
+    args = make_args(rollout_max_response_len=12)
+    args.rm_url = f"{setup.engine.info.url}/generate"
+    samples = [group[0] for group in generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples]
+    for sample in samples:
+        sample.reward = run(reward_func(args, sample))
+    post_process_rewards(args, samples)
+    for sample in samples:
+        # those of the whole distribution: a teacher is asked for nothing that it might not sample
+        own = torch.tensor(sample.rollout_log_probs)
+        assert (torch.tensor(sample.teacher_log_probs) - own).abs().max() < 0.05

@@ -13,6 +13,7 @@ from slime.agent.adapters.common import (
     DEFAULT_SID,
     BaseAdapter,
     Reply,
+    content_of,
     flatten_content,
     sid_from_bearer,
     tool_call_dict,
@@ -164,13 +165,13 @@ def _user_messages(content: object) -> list[Message]:
     for block in _blocks(content):
         if _is_tool_result(block):
             if texts:
-                messages.append({"role": "user", "content": flatten_content(texts)})
+                messages.append({"role": "user", "content": content_of(texts)})
                 texts = []
-            messages.append({"role": "tool", "content": flatten_content(block.get("content"))})
+            messages.append({"role": "tool", "content": content_of(block.get("content"))})
         elif block is not None:
             texts.append(block)
     if texts or not messages:
-        messages.append({"role": "user", "content": flatten_content(texts)})
+        messages.append({"role": "user", "content": content_of(texts)})
     return messages
 
 

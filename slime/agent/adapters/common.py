@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import itertools
 import logging
 import threading
 import uuid
@@ -20,7 +21,7 @@ from aiohttp import web
 
 from slime.agent import sglang_parsers
 from slime.agent.adapters.event_stream import EventStream, wants_stream
-from slime.agent.adapters.generation import Replies, generated, left_of, sampling_params
+from slime.agent.adapters.generation import Generated, Replies, generated, left_of, sampling_params
 from slime.agent.adapters.http_requests import (
     ClientGone,
     Refusal,
@@ -37,11 +38,23 @@ from slime.agent.adapters.in_flight import InFlight
 from slime.agent.adapters.provider import Message, ParsedRequest, ProviderFormat
 from slime.agent.adapters.side_requests import turn_meta
 from slime.agent.aiohttp_threaded import REQUIRES_TOKEN
+from slime.agent.images import SessionImages
 from slime.agent.parsing import ParsedModelOutput, parse_model_output
-from slime.agent.trajectory import RENDERING, MessageNode, Rendering, TrajectoryManager, TurnRecord, with_own_tokens
+from slime.agent.trajectory import (
+    RENDERING,
+    MessageNode,
+    Placeholders,
+    Rendering,
+    TrajectoryManager,
+    TurnRecord,
+    with_own_tokens,
+)
 from slime.servers.auth import is_loopback
 from slime.servers.http_utils import post
 from slime.servers.request_checks import browser_guard
+from slime.utils.chat_messages import has_media, item_of, media_kind
+from slime.utils.image_tokens import WithImages, forbidden_ids, placeholder_id, without_placeholders
+from slime.utils.images import ImageError
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -79,6 +92,7 @@ class Session:
     max_context_tokens: int = 0
     side_requests: int = field(default=0, compare=False)
     """The number of turns answered that the ``turn_filter`` did not want recorded."""
+    images: SessionImages = field(default_factory=SessionImages, compare=False)
 
 
 @dataclass(frozen=True)
@@ -105,12 +119,17 @@ class BaseAdapter(ProviderFormat):
     ``turn_filter`` returns False are answered and not recorded; it is given what ``side_requests.turn_meta`` returns,
     and the translated ``messages``.
 
+    With the ``processor`` of the checkpoint the model sees the images of requests, else they are left out. Its backend
+    is to be that of the engines.
+
     The session id of a request is its token, which must be that of an open session. One that is called ``default``,
     for requests without a token, is for this host only.
     """
 
     max_tokens_keys: ClassVar[tuple[str, ...]]
     stop_keys: ClassVar[tuple[str, ...]]
+    makes_pixels: ClassVar[bool] = True
+    """Whether samples get the trainer's tensors of their images."""
 
     def __init__(
         self,
@@ -123,8 +142,10 @@ class BaseAdapter(ProviderFormat):
         fork_threshold_tokens: int | None = None,
         debug_callback: Callable[[str, list[Message], list[Message] | None, Message, TurnRecord], Any] | None = None,
         turn_filter: Callable[[Mapping[str, Any]], bool] | None = None,
+        processor: Any = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.processor = processor
         self.sglang_url = sglang_url.rstrip("/").removesuffix("/generate")
         self.text = TextWorker(tokenizer, tool_parser, reasoning_parser)
         self.max_turns_per_sid = max_turns_per_sid
@@ -177,10 +198,18 @@ class BaseAdapter(ProviderFormat):
                 reward=reward,
                 extra_metadata=extra_metadata,
                 max_sample_tokens=session.max_context_tokens,
+                placeholders=self._placeholders(session),
             )
+        decode = self.text.decode if self.processor is None else self.text.decode_with(WithImages(self))
         for sample in samples:
-            sample.response = await self.text.decode(sample.tokens[-sample.response_length :])
+            sample.response = await decode(sample.tokens[-sample.response_length :])
+        if session.images.seen:
+            await asyncio.to_thread(session.images.show, self, samples, pixels=self.makes_pixels)
         return samples
+
+    def _placeholders(self, session: Session) -> Placeholders | None:
+        lengths = {digest: seen.length for digest, seen in session.images.seen.items()}
+        return Placeholders(placeholder_id(self), lengths) if lengths else None
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
         """Close ``sid``, wait for its turns, and forget what they were."""
@@ -244,16 +273,17 @@ class BaseAdapter(ProviderFormat):
             had = self.manager.turn_count(sid) + session.side_requests
             if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
-            messages, tools, prompt_ids, rendering = await self._prompt(sid, api, body)
-            asked = ParsedRequest(body, len(prompt_ids))
+            messages, tools, prompt_ids, rendering, images = await self._prompt(sid, api, body)
+            more = session.images.extra(images)  # tokens than the prompt's ids
+            asked = ParsedRequest(body, len(prompt_ids) + more)
             stream = EventStream(request, api, asked) if wants_stream(request, body) else None
             try:
-                generation = self._generate(prompt_ids, session, body, sid, tools)
+                generation = self._generate(prompt_ids, session, body, sid, tools, images)
                 turn, parsed = await generate_for(
                     generation, in_flight, request, None if stream is None else stream.keep_alive
                 )
                 cached = turn.meta_info.get("cached_tokens") or 0
-                sizes = len(turn.prompt_ids), len(turn.output_ids), cached
+                sizes = len(turn.prompt_ids) + more, len(turn.output_ids), cached
                 reply = Reply(parsed.reasoning, parsed.text, parsed.tool_uses, turn.finish_reason, *sizes)
                 message = api.reply_message(reply, body)
                 if is_gone(request):
@@ -281,29 +311,48 @@ class BaseAdapter(ProviderFormat):
         body: Mapping[str, Any],
         sid: str,
         tools: list[Message] | None,
+        images: list[str],
     ) -> tuple[TurnRecord, ParsedModelOutput]:
-        turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid)
+        shown: dict[str, Any] = {"images": images} if images else {}
+        turn = await call_sglang_generate(prompt_ids, session, body, adapter=self, session_id=sid, **shown)
         parsed = await self.text.parse(turn, tools)
         finish = manager_finish_reason(turn.finish_reason, parsed.tool_uses)
-        return replace(turn, finish_reason=finish, ill_formed=turn.ill_formed or parsed.ill_formed), parsed
+        ill_formed = turn.ill_formed or parsed.ill_formed
+        return replace(turn, finish_reason=finish, ill_formed=ill_formed, images=tuple(images)), parsed
 
     async def _count_tokens(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
         with self._lock:
             sid = api.session_id(request, body)
             self._check_access(sid, request)
-        _, _, prompt_ids, _ = await self._prompt(sid, api, body)
-        return web.json_response({"input_tokens": len(prompt_ids)})
+        _, _, prompt_ids, _, images = await self._prompt(sid, api, body)
+        return web.json_response({"input_tokens": len(prompt_ids) + self.store[sid].images.extra(images)})
 
     async def _prompt(
         self, sid: str, api: ProviderFormat, body: Mapping[str, Any]
-    ) -> tuple[list[Message], list[Message] | None, list[int], Rendering | None]:
-        """The messages and tools of a request, its prompt with the answers as the model wrote them, and the template's
-        version of that."""
+    ) -> tuple[list[Message], list[Message] | None, list[int], Rendering | None, list[str]]:
+        """The messages and tools of a request, its prompt with the answers as the model wrote them, the template's
+        version of that, and the digests of the images, each with one placeholder in the prompt."""
         sent, tools = api.translate(body)
+        sent, images = await self._images_of(sid, sent)
         messages, known = self.manager.follow(sid, sent)
         ids, rendering = await self.text.render(messages, tools, known)
-        return messages, tools, ids, rendering
+        if images and (places := ids.count(placeholder_id(self))) != len(images):
+            raise bad_request(f"the chat template writes {places} places for {len(images)} images")
+        return messages, tools, ids, rendering, images
+
+    async def _images_of(self, sid: str, sent: list[Message]) -> tuple[list[Message], list[str]]:
+        if not any(map(has_media, sent)):
+            return sent, []
+        if self.processor is None:
+            return [
+                {**message, "content": flatten_content(message["content"])} if has_media(message) else message
+                for message in sent
+            ], []
+        try:
+            return await asyncio.to_thread(self.store[sid].images.messages, self, sent)
+        except ImageError as e:
+            raise bad_request(str(e)) from e
 
     def _check_access(self, sid: str, request: web.Request) -> None:
         if sid in self.closed:
@@ -345,8 +394,9 @@ async def call_sglang_generate(
     *,
     adapter: BaseAdapter,
     session_id: str | None = None,
+    images: Sequence[str] = (),
 ) -> TurnRecord:
-    """Generate one answer on the engines behind ``adapter.sglang_url``.
+    """Generate one answer on the engines behind ``adapter.sglang_url``; ``images`` are those of the prompt.
 
     A prompt that fills the context is not sent: its answer is empty and ends with ``length``. Engines that abort for a
     weight sync are resumed from their tokens. Requests of a session carry its id as routing key. When
@@ -356,8 +406,9 @@ async def call_sglang_generate(
     params = sampling_params(
         session.sampling_defaults, body, stop_keys=adapter.stop_keys, max_tokens_keys=adapter.max_tokens_keys
     )
+    more, forbidden = session.images.extra(images), forbidden_ids(adapter)
     if session.max_context_tokens > 0:
-        room = session.max_context_tokens - len(prompt_ids)
+        room = session.max_context_tokens - len(prompt_ids) - more
         if room <= 0:
             return TurnRecord(list(prompt_ids), [], "length")
         params["max_new_tokens"] = min(params["max_new_tokens"], room)
@@ -370,8 +421,12 @@ async def call_sglang_generate(
             "input_ids": replies.tokens,
             "sampling_params": left_of(params, replies),
             "return_logprob": True,
+            **({"image_data": [session.images.seen[image].png for image in images]} if images else {}),
         }
-        new = replies.add(generated(await post(f"{adapter.sglang_url}/generate", payload, headers=headers)))
+        payload = without_placeholders(payload, forbidden)
+        reply = generated(await post(f"{adapter.sglang_url}/generate", payload, headers=headers))
+        _check_placeholders(reply, len(replies.tokens) + more if images else None, forbidden)
+        new = replies.add(reply)
         if replies.finish_reason != "abort" or replies.output_length >= params["max_new_tokens"]:
             return replies.turn()
         stalled = 0 if new else stalled + 1
@@ -380,6 +435,33 @@ async def call_sglang_generate(
                 f"the engines aborted a turn of session {session_id!r} {stalled} times without generating a token"
             )
         await asyncio.sleep(RESUME_PAUSE_S)
+
+
+def _check_placeholders(reply: Generated, expected: int | None, forbidden: Sequence[int]) -> None:
+    """Raise RuntimeError for a reply that shows that engine and gateway do not agree about images."""
+    counted = reply.meta_info.get("prompt_tokens")
+    if expected is not None and counted is not None and counted != expected:
+        raise RuntimeError(
+            f"the engine made {counted} tokens of a prompt with images, which has {expected} here: both must have the "
+            "same processor files and --sglang-image-processor-backend"
+        )
+    if found := set(forbidden).intersection(reply.output_ids):
+        raise RuntimeError(f"the engine generated token {min(found)}, a placeholder of images or videos")
+
+
+def content_of(content: object) -> str | list[dict[str, Any]]:
+    """The content of a message as text, or as parts where it has images: ``{"type": "image", "image": source}``."""
+    blocks = content if isinstance(content, list) else []
+    sources = [item_of("image", b) if isinstance(b, Mapping) and media_kind(b) == "image" else None for b in blocks]
+    if not any(source is not None for source in sources):
+        return flatten_content(content)
+    parts: list[dict[str, Any]] = []
+    for is_text, run in itertools.groupby(zip(blocks, sources, strict=True), lambda pair: pair[1] is None):
+        if is_text:
+            parts.append({"type": "text", "text": flatten_content([block for block, _ in run])})
+        else:
+            parts += [{"type": "image", "image": source} for _, source in run]
+    return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
 def flatten_content(content: object) -> str:
@@ -398,7 +480,7 @@ def flatten_content(content: object) -> str:
             texts.append(block["text"])
         else:
             kind = block.get("type") if isinstance(block, Mapping) else type(block).__name__
-            told.tell("a content block of type %r is left out: only text is understood", kind)
+            told.tell("a content block of type %r is left out: only text is understood here", kind)
     return "\n".join(texts)
 
 
@@ -465,6 +547,10 @@ class TextWorker:
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included."""
         return await self._run(self._decode, ids)
+
+    def decode_with(self, tokenizer: Any) -> Callable[[Sequence[int]], Awaitable[str]]:
+        """Return ``decode`` with another tokenizer, in the same thread."""
+        return lambda ids: self._run(lambda: str(tokenizer.decode(list(ids), skip_special_tokens=False)))
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)

@@ -13,6 +13,7 @@ from slime.agent.adapters.common import (
     DEFAULT_SID,
     BaseAdapter,
     Reply,
+    content_of,
     flatten_content,
     sid_from_bearer,
     sid_from_body,
@@ -123,7 +124,8 @@ def _translate_messages(messages: Iterable[Mapping[str, Any]]) -> list[Message]:
         if role == "assistant":
             translated.append(_assistant_message(message))
         elif role in _ROLES:
-            translated.append({"role": _ROLES[role], "content": flatten_content(message.get("content"))})
+            content = flatten_content if _ROLES[role] == "system" else content_of
+            translated.append({"role": _ROLES[role], "content": content(message.get("content"))})
         else:
             told.tell("a message of role %r is left out", role)
     return translated

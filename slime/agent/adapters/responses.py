@@ -14,6 +14,7 @@ from slime.agent.adapters.anthropic import _fold_mid_list_system_into_user
 from slime.agent.adapters.common import (
     DEFAULT_SID,
     Reply,
+    content_of,
     flatten_content,
     sid_from_bearer,
     sid_from_body,
@@ -217,7 +218,8 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
     for item in items:
         kind = str(item.get("type") or "message")
         if kind == "message":
-            role, content = _ROLES.get(str(item.get("role"))), flatten_content(item.get("content"))
+            role = _ROLES.get(str(item.get("role")))
+            content = (content_of if role == "user" else flatten_content)(item.get("content"))
             if role is None:
                 raise bad_request(f"role {item.get('role')!r} is not user, assistant, system or developer")
             if role == "assistant":
@@ -233,7 +235,7 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
             answer.setdefault("tool_calls", []).append(_tool_call(kind, item))
             answer_id = ours[1] if ours else ""
         elif kind.endswith("_call_output"):
-            add({"role": "tool", "content": flatten_content(item.get("output"))})
+            add({"role": "tool", "content": content_of(item.get("output"))})
         elif kind == "reasoning":
             reasoning = flatten_content(item.get("content") or item.get("summary"))
         elif kind == "item_reference":

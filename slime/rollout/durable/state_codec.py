@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.rollout.groups import PIXELS_OF_PROCESSOR
+from slime.utils.image_tokens import PIXELS_OF_PROCESSOR
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:

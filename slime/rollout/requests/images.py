@@ -12,8 +12,17 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from slime.rollout.groups import PIXELS_OF_PROCESSOR, PROMPT_IMAGES
-from slime.utils.image_tokens import as_png, collapsed, expanded, forbidden_ids, joined, placeholder, placeholder_id
+from slime.utils.image_tokens import (
+    PIXELS_OF_PROCESSOR,
+    PROMPT_IMAGES,
+    as_png,
+    collapsed,
+    expanded,
+    forbidden_ids,
+    joined,
+    placeholder,
+    placeholder_id,
+)
 
 if TYPE_CHECKING:
     from slime.utils.types import Sample
