@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,12 @@ from PIL import Image
 
 from slime.agent import images as agent_images
 from slime.agent.adapters import AnthropicAdapter, OpenAIAdapter
+from slime.agent.serve import Gateway
+from slime.rollout.requests.images import complete
 from slime.utils.image_tokens import FORBIDDEN
 from slime.utils.types import Sample
+from slime_plugins.rollout_buffer.rollout_buffer_example import _trajectory
+from slime_plugins.rollout_buffer.trajectory_checks import ItemError, check_item
 from tests.support.agents import BEGIN, END, ToolTokenizer, scripted_engine, served, trained_text
 from tests.support.vision import PAD, PATCH, Processor, written
 
@@ -246,3 +251,35 @@ def test_tensors_are_those_of_the_processor():
     sample = Sample(multimodal_inputs={"images": [digest]})
     held.show(reader, [sample, Sample()], pixels=True)
     assert torch.equal(sample.multimodal_train_inputs["pixel_values"], torch.full((4, 3), 3.0))
+
+
+async def test_a_session_of_the_gateway_command_reaches_the_run_with_its_images(monkeypatch):
+    """Its record is JSON with the images; the run makes the trainer's tensors."""
+    monkeypatch.setattr(Gateway, "write", lambda self, item: written_items(item))
+    items: list[dict[str, Any]] = []
+
+    async def written_items(item: dict[str, Any]) -> None:
+        items.append(json.loads(json.dumps(item)))
+
+    with scripted_engine("seen") as cluster:
+        reader: dict[str, Any] = {"tokenizer": SeeingTokenizer(), "processor": Processor()}
+        gateway = Gateway(sink="http://127.0.0.1:1", key="k" * 32, sglang_url=cluster.router.url, **reader)
+        with served(gateway) as handle:
+            url = f"http://127.0.0.1:{handle.port}"
+            async with httpx.AsyncClient(base_url=url) as client:
+                key = {"Authorization": f"Bearer {'k' * 32}"}
+                sid = (await client.post("/sessions", json={"instance_id": "i"}, headers=key)).json()["session_id"]
+                body = {"model": "m", "messages": [user(openai_image(2, 1, 8))]}
+                await client.post("/v1/chat/completions", json=body, headers={"Authorization": f"Bearer {sid}"})
+                done = await client.post(f"/sessions/{sid}/finish", json={"reward": 1}, headers=key)
+    assert done.json()["samples"] == 1
+    [item] = items
+    check_item(item)
+    assert len(item["samples"][0]["images"]) == 1
+    sample = _trajectory(item, None, 0, 3)
+    complete([sample], lambda: SimpleNamespace(**reader))
+    check(sample, [[1, 1, 2]], [8, 8])
+    for broken in (["/etc/passwd"], "data:image/png", [3]):
+        item["samples"][0]["images"] = broken
+        with pytest.raises(ItemError, match="images must be a list of data: URLs of images"):
+            check_item(item)
