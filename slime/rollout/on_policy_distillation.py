@@ -7,12 +7,13 @@ difference between the log-probs of teacher and student.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slime.arguments.args import Args
-from slime.arguments.rules.hf_config import read_config
 from slime.rollout.cancelling import gather_or_cancel
 from slime.rollout.requests.images import images_of
 from slime.rollout.rm_hub.remote import ask
@@ -51,7 +52,8 @@ async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: objec
         "logprob_start_len": 0,
     }
     if images := images_of(sample):
-        pad = read_config(str(args.hf_checkpoint)).get("image_token_id")
+        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
+        pad = config.get("image_token_id")
         if not isinstance(pad, int):
             raise ValueError(f"{args.hf_checkpoint}: config.json has no image_token_id, and {_name(sample)} has images")
         payload["input_ids"] = collapsed(sample.tokens, pad, len(images), _name(sample))

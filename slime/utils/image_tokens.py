@@ -25,14 +25,14 @@ T = TypeVar("T")
 
 
 class Reader(Protocol):
-    """Who has the tokenizer and the processor of a checkpoint."""
+    """An object with the tokenizer and the processor of a checkpoint."""
 
     tokenizer: Any
     processor: Any
 
 
 class OfImages:
-    """What was made of the latest images, by the images themselves: samples of a group have the same ones.
+    """Results by the images that they were made of, the latest ones: samples of a group have the same images.
 
     Images are not changed in place. At most ``kept`` results stay, of images with ``MOST_PIXELS`` in all.
     """

@@ -78,9 +78,9 @@ class Data(ArgumentGroup):
     )
     multimodal_keys: dict[str, str] | None = flag(
         None,
-        'JSON object of media type -> column of --prompt-data, e.g. {"image": "images"}',
+        'JSON object of media type -> column of --prompt-data, {"image": "images"}: the pictures of the <image>s in '
+        "the prompt, in order; parts of messages may hold theirs. Images alone are available",
         decides_generation=True,
-        not_yet=True,
     )
     metadata_key: str = flag(
         "metadata", "column of --prompt-data that holds an object for sample.metadata", decides_generation=True

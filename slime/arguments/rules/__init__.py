@@ -67,6 +67,7 @@ RULES = (
     rollout.check_top_p,
     loop.check_staleness,
     data.check_prompts,
+    data.check_media,
     rollout.check_environments,
     rollout.check_reward,
     data.fall_back_to_rollout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -30,6 +31,28 @@ def check_prompts(args: Args) -> None:
         diagnostics.warn(args, f"--prompt-data {args.prompt_data} has no effect with --disable-rollout-global-dataset")
     elif draws and built_in:
         check_file(args, f"--prompt-data {args.prompt_data}", args.prompt_data)
+
+
+def check_media(args: Args) -> None:
+    """Refuse media that are not available, and images for a checkpoint that does not see."""
+    keys = {name for one in (args, *args.eval_datasets) for name in one.multimodal_keys or ()}
+    if not keys:
+        return
+    if others := sorted(keys - {"image"}):
+        raise ArgumentError(f"--multimodal-keys: {', '.join(others)} is not available yet; images are, as image")
+    path = Path(str(args.hf_checkpoint)) / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None  # else it is reported elsewhere
+    if config is not None and "vision_config" not in config:
+        raise ArgumentError(
+            f"--multimodal-keys: the model in --hf-checkpoint {args.hf_checkpoint} does not see: its config.json has "
+            "no vision_config"
+        )
+    if args.sglang_image_processor_backend != "pil" and not args.debug_train_only:
+        diagnostics.warn(
+            args,
+            f"--sglang-image-processor-backend {args.sglang_image_processor_backend}: engines prepare images on their "
+            "GPU, and trainers get those of the CPU, which may differ a little; pil makes the same of both",
+        )
 
 
 def check_file(args: Args, given: str, text: str) -> None:
@@ -68,11 +91,10 @@ def resolve_datasets(args: Args) -> None:
         args.eval_reward_key = args.reward_key
     args.eval_datasets = datasets_from_args(args, REWARD_TYPES)
     for dataset in args.eval_datasets:
-        if dataset.multimodal_keys and not args.multimodal_keys:  # that of the run is refused as a flag
-            diagnostics.not_available(
-                args,
-                f"--eval-config {args.eval_config}, data set {dataset.name}: multimodal_keys is not available yet in "
-                "this version; leave it out",
+        if dataset.multimodal_keys and not args.multimodal_keys:
+            raise ArgumentError(
+                f"--eval-config {args.eval_config}, data set {dataset.name}: multimodal_keys needs --multimodal-keys, "
+                "by which the run loads the processor of images"
             )
     pairs = [word for dataset in args.eval_datasets for word in (dataset.name, dataset.path)]
     args.eval_prompt_data = pairs or None

@@ -292,8 +292,8 @@ def check_models(args: Args) -> None:
 
 def _refuse_encoders(args: Args, what: str) -> None:
     message = (
-        f"{what} are not available yet in this version: SGLang's encoder server takes no new weights, and slime has no "
-        "image prompts; use regular ones"
+        f"{what} are not available yet in this version: SGLang's encoder server takes no new weights; use regular "
+        "ones, which encode images too"
     )
     if not args.dry_run:
         raise ArgumentError(message)

@@ -117,7 +117,7 @@ def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str)
 @pytest.mark.parametrize("words", ["--sglang-encoder-only", "--sglang-language-only", "--sglang-encoder-urls http://e"])
 def test_flags_of_encoder_engines_are_refused(words: str) -> None:
     option = words.split()[0]
-    with pytest.raises(ArgumentError, match=f"{option}: encoder engines are not available yet .* no image prompts"):
+    with pytest.raises(ArgumentError, match=f"{option}: encoder engines are not available yet .* takes no new weights"):
         parse(*words.split(), "--rollout-num-gpus", 1)
     parse("--debug-train-only", *words.split())  # where there are none
 

@@ -197,14 +197,11 @@ def test_null_switches_off_what_the_run_has(evaluated):
 
 
 @pytest.mark.parametrize("where", ["data set", "defaults"])
-def test_media_are_refused_in_a_file_as_the_flag_is(where, evaluated, tmp_path):
+def test_media_of_a_file_need_the_flag(where, evaluated):
     keys = {"multimodal_keys": {"image": "pic"}}
-    args, _ = evaluated(keys if where == "data set" else {}, defaults={} if where == "data set" else keys)
-    [said] = args.not_available
-    assert said.endswith("data set e: multimodal_keys is not available yet in this version; leave it out")
-    words = [str(w) for w in ("--eval-config", tmp_path / "eval.json", "--eval-interval", 1)]
-    with pytest.raises(ArgumentError, match="multimodal_keys is not available yet"):
-        parse_args([*minimal_flags(), *words])
+    given = (keys if where == "data set" else {}), ({} if where == "data set" else keys)
+    with pytest.raises(ArgumentError, match="data set e: multimodal_keys needs --multimodal-keys, by which"):
+        evaluated(given[0], defaults=given[1])
 
 
 def test_features_that_do_not_exist_are_refused_for_a_role_too():
