@@ -12,6 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
+from slime.rollout.debug_data import load_rollout, save_rollout
 from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.groups import without_response
 from slime.rollout.requests.generate_request import append_output, generate_payload, prompt_token_ids
@@ -193,3 +194,29 @@ def test_what_the_processor_raises_reaches_the_request(state):
     asyncio.run(prepare(state, sample))
     with pytest.raises(AssertionError):
         prompt_token_ids(state, sample)
+
+
+def test_dumps_keep_images_and_pixels(state, tmp_path):
+    image = picture(2, 1, 5)
+    group = [asked(state, f"<{PAD}>", image) for _ in range(4)]
+    add_images(group[0], [picture(1, 1, 6)], expanded(state, PAD, {"images": [picture(1, 1, 6)]})[1])
+    save_rollout(tmp_path / "dump.pt", 3, group)
+    found = load_rollout(tmp_path / "dump.pt")
+    for one, other in zip(found, group, strict=True):
+        pixels = other.multimodal_train_inputs["pixel_values"]
+        assert torch.equal(one.multimodal_train_inputs["pixel_values"], pixels)
+        assert [i.tobytes() for i in one.multimodal_inputs["images"]] == [
+            i.tobytes() for i in other.multimodal_inputs["images"]
+        ]
+    assert without_response(found[0]).multimodal_inputs["images"][0].tobytes() == image.tobytes()
+    assert len(without_response(found[0]).multimodal_inputs["images"]) == 1
+
+
+def test_large_images_do_not_stay(monkeypatch):
+    monkeypatch.setattr(image_tokens, "MOST_PIXELS", 3 * PATCH**2)
+    held, made = image_tokens.OfImages(10), []
+    one, other, large = picture(1, 1), picture(2, 1), picture(2, 2)
+    for image in (one, one, other, one, large, large, picture(1, 1), one):
+        held.of("k", [image], lambda image=image: made.append(image))
+    # the large one is never kept; the third small one makes the first give way
+    assert [sum(found is image for found in made) for image in (one, other, large)] == [2, 1, 2]
