@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
+from slime.agent.adapters import AnthropicAdapter
 from slime.rollout import eval_rollout
 from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -23,6 +25,7 @@ from slime.utils.async_utils import run
 from slime.utils.misc import SingletonMeta
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
+from tests.support.agents import served
 from tests.support.engines import engine_and_router, engine_args
 from tests.support.rollout_args import eval_config, rollout_args
 from tests.support.vision_models import VisionReference, drawing, make_vision_checkpoint
@@ -166,3 +169,31 @@ def test_a_teacher_sees_the_images(setup, make_args):
         # those of the whole distribution: a teacher is asked for nothing that it might not sample
         own = torch.tensor(sample.rollout_log_probs)
         assert (torch.tensor(sample.teacher_log_probs) - own).abs().max() < 0.05
+
+
+async def test_an_agent_shows_images(setup, make_args):
+    """Two turns through a gateway; the second one shows another picture, by the protocol of Anthropic."""
+    args = make_args()
+    state = GenerateState(args)
+    adapter = AnthropicAdapter(
+        tokenizer=state.tokenizer, processor=state.processor, sglang_url=f"http://127.0.0.1:{setup.port}"
+    )
+    adapter.open_session("s", sampling_defaults={"max_new_tokens": 10, "temperature": 1.0, "ignore_eos": True})
+
+    def shown(seed: int, *size: int) -> dict[str, Any]:
+        data = encode_image_for_rollout_engine(drawing(seed, *size)).partition(",")[2]
+        return {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "look"}, shown(31, 90, 120)]}]
+    with served(adapter) as handle:
+        url = f"http://127.0.0.1:{handle.port}"
+        async with httpx.AsyncClient(base_url=url, headers={"Authorization": "Bearer s"}, timeout=120) as client:
+            for _ in range(2):
+                body = {"model": "m", "max_tokens": 10, "messages": messages}
+                answer = (await client.post("/v1/messages", json=body)).json()
+                messages += [{"role": "assistant", "content": answer["content"]}]
+                messages += [{"role": "user", "content": [shown(32, 64, 200)]}]
+    samples = await adapter.finish_session("s", base_sample=Sample(index=0, group_index=0))
+    assert {len(images_of(sample)) for sample in samples} in ({2}, {1, 2})  # two where the template rewrites an answer
+    for sample in samples:
+        check(setup, sample)
