@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from slime.utils import images as images_module
 from slime.utils.chat_messages import media_messages, text_messages
 from slime.utils.data import Dataset, build_messages
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator
@@ -159,8 +160,10 @@ def test_images_of_every_form_are_opened(tmp_path, monkeypatch):
     ]
     images = process_vision_info([{"role": "user", "content": parts}], None)["images"]
     assert [image.getpixel((1, 0)) for image in images] == [(1, 2, 3)] * len(parts)
-    with pytest.raises(ImportError, match="pip install qwen-vl-utils"):
-        process_vision_info([{"role": "user", "content": [MEDIA[0]]}], None)
+    asked = []
+    monkeypatch.setattr(images_module, "fetch", lambda url, *limits: asked.append(url) or buffer.getvalue())
+    [image] = process_vision_info([{"role": "user", "content": [MEDIA[0]]}], None)["images"]
+    assert (image.getpixel((1, 0)), asked) == ((1, 2, 3), [URL])
 
 
 @pytest.mark.parametrize(
