@@ -34,7 +34,7 @@ def check_prompts(args: Args) -> None:
 
 
 def check_media(args: Args) -> None:
-    """Refuse media that are not available, and images for a checkpoint that does not see."""
+    """Refuse media that are not available, and images for a checkpoint that does not see; choose who makes pixels."""
     keys = {name for one in (args, *args.eval_datasets) for name in one.multimodal_keys or ()}
     if not keys:
         return
@@ -47,6 +47,8 @@ def check_media(args: Args) -> None:
             f"--multimodal-keys: the model in --hf-checkpoint {args.hf_checkpoint} does not see: its config.json has "
             "no vision_config"
         )
+    if args.sglang_image_processor_backend == "auto":  # trainer and engines are to get the same pixels
+        args.sglang_image_processor_backend = "pil"
     if args.sglang_image_processor_backend != "pil" and not args.debug_train_only:
         diagnostics.warn(
             args,
