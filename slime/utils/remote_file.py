@@ -16,10 +16,11 @@ import ssl
 import threading
 import time
 from typing import Any
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
 MAX_REDIRECTS = 3
 _CHUNK = 65536
+_IN_PATHS = "/%~!$&'()*+,;=:@[]"
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -96,13 +97,14 @@ def _get(url: str, max_bytes: int, deadline: float) -> bytes | str:
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise RemoteFileError(f"{name}: only http and https addresses without a user are fetched")
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    address = public_addresses(parts.hostname, port)[0]
-    connection = _connect(parts, address, port, deadline)
+    connection = _connect(parts, public_addresses(parts.hostname, port), port, deadline)
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), _shut, [connection.sock])
     timer.daemon = True
     timer.start()
     try:
-        target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        target = quote(parts.path or "/", _IN_PATHS) + (
+            f"?{quote(parts.query, _IN_PATHS + '?')}" if parts.query else ""
+        )
         connection.request("GET", target, headers={"Accept": "image/*", "User-Agent": "slime", "Connection": "close"})
         response = connection.getresponse()
         if response.status in _REDIRECTS and (location := response.getheader("Location")):
@@ -131,12 +133,20 @@ def _body(response: http.client.HTTPResponse, name: str, max_bytes: int) -> byte
     return bytes(body)
 
 
-def _connect(parts: SplitResult, address: str, port: int, deadline: float) -> http.client.HTTPConnection:
-    """Connect to ``address``, and speak to it as to the host of the URL: also in its certificate."""
-    left = max(0.1, deadline - time.monotonic())
+def _connect(parts: SplitResult, addresses: list[str], port: int, deadline: float) -> http.client.HTTPConnection:
+    """Connect to the first of ``addresses`` that answers, and speak to it as to the host of the URL: also in its
+    certificate."""
     host = str(parts.hostname)
+    sock: Any = None
+    for address in addresses:
+        left = max(0.1, deadline - time.monotonic())
+        try:
+            sock = socket.create_connection((address, port), timeout=left)
+            break
+        except OSError:
+            if address == addresses[-1]:
+                raise
     connection = http.client.HTTPConnection(host, port, timeout=left)
-    sock: Any = socket.create_connection((address, port), timeout=left)
     try:
         if parts.scheme == "https":
             connection.default_port = 443

@@ -113,6 +113,31 @@ def test_a_file(server, path):
         fetch(server + path, 99, 5)
 
 
+def test_names_of_files_are_quoted(server):
+    assert fetch(server + "/sized/a b/\u00fc%20.png?q=a b&r=1?", 100, 5) == b"x" * 100
+    assert Handler.asked[-1][1] == "/sized/a%20b/%C3%BC%20.png?q=a%20b&r=1?"
+
+
+def test_an_address_that_does_not_answer(server, monkeypatch):
+    port = int(server.rpartition(":")[2])
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, port)) for ip in ("127.0.0.3", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *a, **k: found)
+    monkeypatch.setattr(remote_file, "is_public", lambda address: True)
+    connect = socket.create_connection
+    tried = []
+
+    def refusing(place: tuple[str, int], timeout: float) -> socket.socket:
+        tried.append(place[0])
+        if place[0] == "127.0.0.3":
+            raise ConnectionRefusedError
+        return connect(place, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", refusing)
+    with pytest.raises(RemoteFileError, match="answered 404"):
+        fetch(server + "/nothing", 100, 5)
+    assert tried == ["127.0.0.3", "127.0.0.1"]
+
+
 def test_a_name_that_resolves_to_another_address_later(server, monkeypatch):
     """Only the address that was checked is connected to."""
     resolve, asked = socket.getaddrinfo, []
