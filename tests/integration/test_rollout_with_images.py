@@ -121,7 +121,7 @@ def test_an_evaluation(setup, make_args):
     config = SimpleNamespace(**{
         **vars(eval_config(args.prompt_data, "pictures", input_key="input")), "multimodal_keys": {"image": "images"},
         "apply_chat_template": True, "apply_chat_template_kwargs": None, "n_samples_per_eval_prompt": 1,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": 1.0, "min_new_tokens": None,
     })  # fmt: skip
     args.eval_datasets = [config]
     found = generate_rollout(args, 0, None, evaluation=True).data["pictures"]
