@@ -120,11 +120,11 @@ class RolloutDataSource(DataSource):
             raise ValueError("--prompt-data is needed (or --disable-rollout-global-dataset, to make prompts yourself)")
         trust = {"trust_remote_code": args.trust_remote_code}
         multimodal = args.multimodal_keys
-        pixels = {"backend": args.sglang_image_processor_backend}
+        loading: dict[str, Any] = {"backend": args.sglang_image_processor_backend, **trust}
         return Dataset(
             args.prompt_data,
             tokenizer=load_tokenizer(args.hf_checkpoint, **trust),
-            processor=load_processor(args.hf_checkpoint, **pixels, **trust) if multimodal else None,
+            processor=load_processor(args.hf_checkpoint, **loading) if multimodal else None,
             # Of a conversation to train on only a part is a prompt: its rollout function looks at the lengths.
             max_length=None if args.loss_type == "sft_loss" else args.rollout_max_prompt_len,
             engine_max_length=longest_prompt(args),

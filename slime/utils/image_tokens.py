@@ -83,11 +83,11 @@ def placeholder_id(reader: Reader) -> int:
     return int(reader.tokenizer.convert_tokens_to_ids(placeholder(reader)) if found is None else found)
 
 
-def forbidden_ids(reader: Reader) -> list[int]:
+def forbidden_ids(reader: Reader | None) -> list[int]:
     """Return the ids that stand for images and videos, which the model must not sample: engine and trainer would count
     one image too many. None where no media are read."""
     processor = getattr(reader, "processor", None)
-    if processor is None:
+    if reader is None or processor is None:
         return []
     found = [getattr(processor, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
     if isinstance(getattr(processor, "image_token", None), str):

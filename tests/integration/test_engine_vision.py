@@ -70,7 +70,9 @@ def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """By text and by ids with one token an image; the second weights differ in the tower too."""
     old, new = (make_vision_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (11, 12))
     processor = load_processor(str(old))
-    engine = EngineProcess(engine_args(old, sglang_chunked_prefill_size=16), rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log")
+    engine = EngineProcess(
+        engine_args(old, sglang_chunked_prefill_size=16), rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log"
+    )
     engine.start()
     try:
         engine.wait_ready()

@@ -219,13 +219,13 @@ def _messages(items: Iterable[Mapping[str, Any]]) -> list[Message]:
         kind = str(item.get("type") or "message")
         if kind == "message":
             role = _ROLES.get(str(item.get("role")))
-            content = (content_of if role == "user" else flatten_content)(item.get("content"))
             if role is None:
                 raise bad_request(f"role {item.get('role')!r} is not user, assistant, system or developer")
             if role == "assistant":
-                answer, answer_id = new_answer(content), ""
+                answer, answer_id = new_answer(flatten_content(item.get("content"))), ""
             else:
-                add({"role": role, "content": content})
+                read = content_of if role == "user" else flatten_content
+                add({"role": role, "content": read(item.get("content"))})
                 answer = None
         elif kind in _CALLS:
             ours = _CALL_ID.fullmatch(str(item.get("call_id")))

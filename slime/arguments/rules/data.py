@@ -35,7 +35,7 @@ def check_prompts(args: Args) -> None:
 
 def check_media(args: Args) -> None:
     """Refuse media that are not available, and images for a checkpoint that does not see; choose who makes pixels."""
-    keys = {name for one in (args, *args.eval_datasets) for name in one.multimodal_keys or ()}
+    keys = set(args.multimodal_keys or ()).union(*(dataset.multimodal_keys or () for dataset in args.eval_datasets))
     if not keys:
         return
     if others := sorted(keys - {"image"}):

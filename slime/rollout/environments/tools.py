@@ -146,10 +146,13 @@ def content_of(result: object) -> Content:
     items = result if isinstance(result, list) else [result]
     if not any(map(_is_image, items)):
         return _as_text(result)
-    parts = [
-        item if _is_part(item) else {"type": "image", "image": item} if _is_image(item) else None for item in items
-    ]
-    return [part or {"type": "text", "text": _as_text(item)} for part, item in zip(parts, items, strict=True)]
+    return [_part_of(item) for item in items]
+
+
+def _part_of(item: Any) -> dict[str, Any]:
+    if _is_part(item):
+        return dict(item)
+    return {"type": "image", "image": item} if _is_image(item) else {"type": "text", "text": _as_text(item)}
 
 
 def without_images(content: Content) -> str:
