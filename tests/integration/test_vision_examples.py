@@ -59,7 +59,7 @@ def test_two_rollouts_and_an_evaluation(tmp_path, monkeypatch):
 
     with StandInCluster(1, reply=reply) as cluster:
         args = parse_args(flags(tmp_path))
-        # a command line with --multimodal-keys is refused: nothing trains on images
+        # a command line with --multimodal-keys is refused: the checkpoint of these flags does not see
         args.multimodal_keys, args.debug_train_only = {"image": "images"}, True
         for data_set in args.eval_datasets:
             data_set.multimodal_keys = args.multimodal_keys
