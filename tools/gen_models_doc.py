@@ -81,7 +81,7 @@ ABOUT_FAMILIES = """
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their
   own, or which selection they use, is not said by their configs.
-* [Images](../advanced/vision.md) are taken by Qwen3-VL, Qwen2.5-VL and, with `--spec slime_plugins.models.qwen3_5_vl
+* [Images](../advanced/images.md) are taken by Qwen3-VL, Qwen2.5-VL and, with `--spec slime_plugins.models.qwen3_5_vl
   get_qwen3_5_vl_model_provider`, by the vision-language checkpoints of Qwen3.5, of which otherwise the language model
   alone is built. Their samples have several images of different sizes, one, and none
   (`tests/integration/test_vision_families.py`). With images Qwen3.5's largest difference is 2.7e-5, with experts
