@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -99,6 +100,14 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith("torch") and isinstance(logger, logging.Logger):
             logger.propagate = True
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Draw the same numbers in a test whatever ran before it."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
