@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,13 +16,13 @@ import xxhash
 from safetensors.torch import save_file
 from torch import nn
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
 from slime.utils.structured_error import from_text
 from slime.weight_sync.buckets import Bucket
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weights.delta.codec import CorruptDeltaError
 from slime.weights.delta.message import Message
+from tests.support.engine_plugin import engine_plugin
 from tests.support.in_place_run import InPlaceRun
 
 SHAPES = {
@@ -82,19 +81,12 @@ class Transforming(Model):
 @pytest.fixture(scope="module")
 def plugin() -> Iterator[Any]:
     """The plug-in's module, with stand-ins for what it imports of SGLang."""
-    with pytest.MonkeyPatch.context() as patch:
-        registry = ModuleType("sglang.srt.plugins.hook_registry")
-        vars(registry).update(HookRegistry=None, HookType=None)
-        hashing = ModuleType("sglang.srt.managers.mm_utils")
-        vars(hashing)["tensor_hash"] = lambda t: xxhash.xxh3_64_intdigest(t.contiguous().view(torch.uint8).numpy())
-        for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.managers"):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        for module in (registry, hashing):
-            patch.setitem(sys.modules, module.__name__, module)
-        patch.syspath_prepend(str(ENGINE_PLUGIN))
-        yield importlib.import_module("slime_engine_plugin.weights.changes")
-        for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-            del sys.modules[name]
+
+    def tensor_hash(tensor: torch.Tensor) -> int:
+        return xxhash.xxh3_64_intdigest(tensor.contiguous().view(torch.uint8).numpy())
+
+    with engine_plugin({"managers.mm_utils": {"tensor_hash": tensor_hash}}) as load:
+        yield load("weights.changes")
 
 
 class Group:

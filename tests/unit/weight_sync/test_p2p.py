@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.servers.types import EngineInfo
 from slime.weight_sync import p2p
 from slime.weight_sync.fanout import WeightSyncError
 from slime.weight_sync.p2p import Sender, share_of
 from slime.weights.p2p import agents, rendezvous
 from slime.weights.p2p.agents import TransferError, Write
+from tests.support.engine_plugin import engine_plugin
 from tests.support.loaders import DENSE, KINDS, Dense, contents, described, random_weights
 
 
@@ -65,19 +64,8 @@ class Memory:
 @pytest.fixture(scope="module")
 def plugin() -> Iterator[Any]:
     """The plug-in's module, with stand-ins for what it imports of SGLang."""
-    with pytest.MonkeyPatch.context() as patch:
-        registry = ModuleType("sglang.srt.plugins.hook_registry")
-        vars(registry).update(HookRegistry=None, HookType=None)
-        distributed = ModuleType("sglang.srt.distributed")
-        vars(distributed)["get_tp_group"] = lambda: SimpleNamespace(world_size=1)
-        for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-            patch.setitem(sys.modules, name, ModuleType(name))
-        for module in (registry, distributed):
-            patch.setitem(sys.modules, module.__name__, module)
-        patch.syspath_prepend(str(ENGINE_PLUGIN))
-        yield importlib.import_module("slime_engine_plugin.weights.p2p")
-        for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-            del sys.modules[name]
+    with engine_plugin({"distributed": {"get_tp_group": lambda: SimpleNamespace(world_size=1)}}) as load:
+        yield load("weights.p2p")
 
 
 class Push:

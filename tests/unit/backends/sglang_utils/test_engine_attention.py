@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 HEADS, KV_HEADS, DIM, PLACES = 4, 2, 8, 200
 
@@ -54,26 +54,17 @@ class Stock:
 
 
 @pytest.fixture
-def attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def attention() -> Iterator[ModuleType]:
     parallel = SimpleNamespace(pp_size=1)
     memory_pool = {"HybridLinearKVPool": type("Hybrid", (), {}), "MHATokenToKVPool": Pool}
     fakes = {
         "layers.attention.torch_native_backend": {"TorchNativeAttnBackend": Stock},
         "layers.radix_attention": {"AttentionType": SimpleNamespace(ENCODER_ONLY="encoder")},
         "mem_cache.memory_pool": {**memory_pool, "KVWriteLoc": lambda location, _window: location},
-        "plugins.hook_registry": {"HookRegistry": None, "HookType": None},
         "runtime_context": {"get_parallel": lambda: parallel, "parallel": parallel},
     }
-    for name in ("", ".srt", ".srt.layers", ".srt.layers.attention", ".srt.mem_cache", ".srt.plugins"):
-        monkeypatch.setitem(sys.modules, f"sglang{name}", ModuleType(f"sglang{name}"))
-    for name, values in fakes.items():
-        module = ModuleType(f"sglang.srt.{name}")
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.cpu.attention")
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-        del sys.modules[name]
+    with engine_plugin(fakes) as load:
+        yield load("cpu.attention")
 
 
 def make_backend(attention: ModuleType) -> Any:

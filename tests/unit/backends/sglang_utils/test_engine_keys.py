@@ -7,13 +7,13 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from importlib.metadata import files
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 from fastapi import APIRouter, FastAPI, WebSocket
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 KEY, ADMIN = "the first key", "the second key"
 ROUTES = {
@@ -40,22 +40,9 @@ def auth() -> ModuleType:
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch, auth: ModuleType) -> Iterator[Any]:
-    registry = ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = registry.HookType = SimpleNamespace()  # type: ignore[attr-defined]
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.setitem(sys.modules, "sglang.srt.utils.auth", auth)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.server.keys")
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin.server import keys
-
-    yield keys
-    for name in ours:
-        sys.modules.pop(name, None)
+def plugin(auth: ModuleType) -> Iterator[Any]:
+    with engine_plugin({"utils.auth": auth}) as load:
+        yield load("server.keys")
 
 
 @pytest.fixture

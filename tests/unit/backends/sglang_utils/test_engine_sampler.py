@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 
 class Sampler:
@@ -33,20 +32,9 @@ class Sampler:
 
 
 @pytest.fixture
-def sampler(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    fakes = {"plugins.hook_registry": {"HookRegistry": None, "HookType": None}}
-    fakes["layers.sampler"] = {"Sampler": Sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB": False}
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.layers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, values in fakes.items():
-        module = ModuleType(f"sglang.srt.{name}")
-        vars(module).update(values)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    vars(sys.modules["sglang.srt.layers"])["sampler"] = sys.modules["sglang.srt.layers.sampler"]
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.cpu.sampler")
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-        del sys.modules[name]
+def sampler() -> Iterator[ModuleType]:
+    with engine_plugin({"layers.sampler": {"Sampler": Sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB": False}}) as load:
+        yield load("cpu.sampler")
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,18 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    for name in ("", ".srt", ".srt.plugins", ".srt.plugins.hook_registry"):
-        monkeypatch.setitem(sys.modules, f"sglang{name}", ModuleType(f"sglang{name}"))
-    vars(sys.modules["sglang.srt.plugins.hook_registry"]).update(HookRegistry=None, HookType=None)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield lambda name: importlib.import_module(f"slime_engine_plugin.cpu.{name}")
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-        del sys.modules[name]
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    with engine_plugin() as load:
+        yield lambda name: load(f"cpu.{name}")
 
 
 def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:

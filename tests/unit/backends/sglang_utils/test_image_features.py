@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 
@@ -11,24 +9,16 @@ import pytest
 import torch
 from torch import nn
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 
 @pytest.fixture
-def features(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def features() -> Iterator[ModuleType]:
     """The plugin's module, over an SGLang of a few names."""
-    hashing = ModuleType("sglang.srt.managers.mm_utils")
-    hashing.tensor_hash = lambda tensor: hash(tuple(tensor.flatten().tolist()))  # type: ignore[attr-defined]
-    registry = ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = registry.HookType = object  # type: ignore[attr-defined]
-    changes = ModuleType("slime_engine_plugin.weights.changes")
-    changes.hash_of = lambda found: hash(tuple(hashing.tensor_hash(p) for p in found))  # type: ignore[attr-defined]
-    for module in (hashing, registry, changes):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.weights.features")
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-        del sys.modules[name]
+    with engine_plugin(
+        {"managers.mm_utils": {"tensor_hash": lambda tensor: hash(tuple(tensor.flatten().tolist()))}}
+    ) as load:
+        yield load("weights.features")
 
 
 class Cache:

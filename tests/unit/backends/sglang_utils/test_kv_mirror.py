@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import importlib
 import random
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
 import torch
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 8
 SLOTS, CONTEXT, PLACES = 24, 600, 4000
 
 
 @pytest.fixture
-def kv_mirror(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.cpu.kv_mirror")
-    for name in [name for name in sys.modules if name.split(".")[0] == "slime_engine_plugin"]:
-        del sys.modules[name]
+def kv_mirror() -> Iterator[ModuleType]:
+    with engine_plugin() as load:
+        yield load("cpu.kv_mirror")
 
 
 @pytest.fixture

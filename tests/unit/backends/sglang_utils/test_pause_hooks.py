@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 
 @dataclass
@@ -47,19 +46,10 @@ class Scheduler:
 
 
 @pytest.fixture
-def pause(monkeypatch: pytest.MonkeyPatch) -> Any:
+def pause() -> Iterator[Any]:
     """The hooks, without SGLang."""
-    registry, utils = (ModuleType(f"sglang.srt.{name}") for name in ("plugins.hook_registry", "disaggregation.utils"))
-    vars(registry).update(HookRegistry=None, HookType=None)
-    vars(utils).update(DisaggregationMode=SimpleNamespace(NULL="null"))
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.disaggregation"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (registry, utils):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in ("slime_engine_plugin", "slime_engine_plugin.server.pause"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    return importlib.import_module("slime_engine_plugin.server.pause")
+    with engine_plugin({"disaggregation.utils": {"DisaggregationMode": SimpleNamespace(NULL="null")}}) as load:
+        yield load("server.pause")
 
 
 @pytest.mark.parametrize(

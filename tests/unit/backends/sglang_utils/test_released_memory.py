@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.ray.manager.engines.members import MEMORY_TAGS
+from tests.support.engine_plugin import engine_plugin
 
 
 class Registry:
@@ -26,7 +26,7 @@ class Registry:
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
+def hooks() -> Iterator[dict[str, Any]]:
     """The plug-in's hooks by target, with stand-ins for what they import of SGLang."""
     registry = Registry()
     contents = {
@@ -41,22 +41,9 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> Any:
             "ResumeMemoryOccupationReqOutput": lambda: "resumed",
         },
     }
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins", "sglang.srt.disaggregation", "sglang.srt.managers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name, attributes in contents.items():
-        module = ModuleType(f"sglang.srt.{name}")
-        vars(module).update(attributes)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.server.pause")
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin.server import pause
-
-    pause.register(on_cpu=False)
-    yield registry.hooks
-    for name in ours:
-        sys.modules.pop(name, None)
+    with engine_plugin(contents) as load:
+        load("server.pause").register(on_cpu=False)
+        yield registry.hooks
 
 
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
+from tests.support.engine_plugin import engine_plugin
 
 
 @pytest.fixture
-def repacked(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    yield importlib.import_module("slime_engine_plugin.weights.repacked")
-    for name in [name for name in sys.modules if name.startswith("slime_engine_plugin")]:
-        del sys.modules[name]
+def repacked() -> Iterator[ModuleType]:
+    with engine_plugin() as load:
+        yield load("weights.repacked")
 
 
 class Loaded(torch.nn.Parameter):

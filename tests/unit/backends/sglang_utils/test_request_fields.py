@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from slime.backends.sglang_utils.environment import ENGINE_PLUGIN
 from slime.rollout.requests.generate_request import generate_payload
 from slime.rollout.requests.generate_state import train_sampling_params
 from slime.utils.image_tokens import FORBIDDEN, without_placeholders
 from slime.utils.types import Sample
+from tests.support.engine_plugin import engine_plugin
 from tests.support.rollout_args import rollout_args
 
 
 @pytest.fixture
-def plugin(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The hook's module, with a stand-in for SGLang's registry: the real one imports SGLang."""
-    registry = ModuleType("sglang.srt.plugins.hook_registry")
-    registry.HookRegistry = registry.HookType = SimpleNamespace()  # type: ignore[attr-defined]
-    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, registry.__name__, registry)
-    monkeypatch.syspath_prepend(str(ENGINE_PLUGIN))
-    ours = ("slime_engine_plugin", "slime_engine_plugin.server.request_fields")
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    from slime_engine_plugin.server import request_fields
-
-    yield request_fields
-    for name in ours:
-        sys.modules.pop(name, None)
+def plugin() -> Iterator[Any]:
+    with engine_plugin() as load:
+        yield load("server.request_fields")
 
 
 def normalized(plugin: Any, payload: dict[str, Any]) -> SimpleNamespace:
