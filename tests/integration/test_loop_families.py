@@ -11,10 +11,11 @@ from tests.support.run_train import rl_flags, run_train, sums_file
 from tools.tiny_model import make_tokenizer
 
 pytestmark = pytest.mark.integration
-MORE = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5_moe")
+MORE = ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""Qwen3.5 does so on every change in test_loop_vision.py, with prompts of text alone among those with images."""
 
 
-@pytest.mark.parametrize("family", ["moonlight", "qwen3_5", *(pytest.param(x, marks=pytest.mark.soak) for x in MORE)])
+@pytest.mark.parametrize("family", ["moonlight", *(pytest.param(x, marks=pytest.mark.soak) for x in MORE)])
 def test_trainer_and_engine_agree(family: str, tmp_path: Path) -> None:
     """The second rollout is made with weights that the trainer has pushed."""
     checkpoint = Path(make_checkpoint(tmp_path, family, vocab_size=384))

@@ -32,7 +32,11 @@ WHOLE_QWEN3_5 = ("--spec", "slime_plugins.models.qwen3_5_vl", "get_qwen3_5_vl_mo
 
 @pytest.mark.parametrize(
     ("family", "more"),
-    [("qwen3_vl", ("--train-vision-tower",)), ("qwen2_5_vl", ()), ("qwen3_5", WHOLE_QWEN3_5)],
+    [
+        ("qwen3_vl", ("--train-vision-tower",)),
+        pytest.param("qwen2_5_vl", (), marks=pytest.mark.soak),
+        ("qwen3_5", WHOLE_QWEN3_5),
+    ],
 )
 def test_trainer_and_engine_agree(family: str, more: tuple[str, ...], tmp_path: Path) -> None:
     """The second rollout, with the same images, is made with weights that the trainer has pushed."""

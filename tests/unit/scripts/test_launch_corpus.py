@@ -18,7 +18,6 @@ from tests.support.imports import ROOT
 DATA = ROOT / "tests" / "data" / "arguments"
 # Script -> the flags whose features this version refuses; a dry run says so and continues.
 REFUSED = {
-    "run-geo3k-vlm.sh": {"--spec"},
     "run-glm5-744B-A40B.sh": {
         "--megatron-deepgemm-forward-layers", "--megatron-deepgemm-forward-modules",
         "--megatron-deepgemm-moe-forward-layers", "--megatron-deepgemm-moe-forward-modules",
