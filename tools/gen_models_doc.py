@@ -74,9 +74,11 @@ deviation of 1.1 to 2.5.
 """
 FAMILIES = ["Family", "`model_type`", "Beside Megatron's plain layer", "Layouts", "Largest difference"]
 ABOUT_FAMILIES = """
-* Gated delta nets are the modules of transformers, computed along each sample on its own. Every tensor- and
-  context-parallel rank holds and computes them whole (see
-  [attention of your own](../get_started/customization.md#model)).
+* Gated delta nets are computed in chunks, all sequences of a pack together. Tensor-parallel ranks have a share of the
+  key heads each (`linear_num_key_heads`, which their number must divide); context-parallel ranks exchange heads for
+  whole sequences, and compute all heads where they cannot divide them. On CUDA the rule is a kernel of
+  flash-linear-attention or flash-qla (`--qwen-gdn-backend`) where the package is installed, else operations of torch;
+  with these kernels it has not been run yet. Checkpoints have the parameters whole, as transformers has them.
 * With experts, tensor parallelism needs sequence parallelism.
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their

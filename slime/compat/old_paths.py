@@ -207,7 +207,7 @@ LACKING: dict[str, str] = {
     "slime_plugins.models.learnable_softmax_attention": "attention with a learnable softmax offset",
     "slime_plugins.models.glm5.ops": "kernels for sparse attention: slime.backends.megatron_utils.model needs none",
     "slime_plugins.models.qwen3_5_vl_utils": "parts of vision models: slime.backends.megatron_utils.model has them",
-    "slime_plugins.models.qwen_gdn_backend": "a choice of kernels for gated delta nets",
+    "slime_plugins.models.qwen_gdn_backend": "a module for this choice: --qwen-gdn-backend makes it",
 }
 
 

@@ -286,12 +286,12 @@ def _linear_attention(
     if isinstance(frequency, list | tuple):
         if len(frequency) != layers:
             raise ValueError(f"--linear-attention-freq has {len(frequency)} entries for {layers} layers")
-        return _gated_delta_net(vars(args).get), [bool(entry) for entry in frequency]
+        return gated_delta_net(vars(args).get), [bool(entry) for entry in frequency]
     if frequency is not None:  # the last of every N layers has softmax attention
-        return _gated_delta_net(vars(args).get), [(i + 1) % int(frequency) != 0 for i in range(layers)]
+        return gated_delta_net(vars(args).get), [(i + 1) % int(frequency) != 0 for i in range(layers)]
     types = config.get("layer_types") or _types_from_interval(config, layers)
     if len(types) == layers and "linear_attention" in types:
-        return _gated_delta_net(config.get), [kind == "linear_attention" for kind in types]
+        return gated_delta_net(config.get), [kind == "linear_attention" for kind in types]
     if any(family in _spec(args) for family in ("qwen3_next", "qwen3_5")):
         remarks.append("linear-attention layers are counted as softmax attention: no flag describes them")
     return None, [False] * layers
@@ -304,7 +304,9 @@ def _types_from_interval(config: Mapping[str, Any], layers: int) -> list[str]:
     return ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
 
 
-def _gated_delta_net(get: Callable[[str], Any]) -> LinearAttention:
+def gated_delta_net(get: Callable[[str], Any]) -> LinearAttention:
+    """Return the sizes that ``get`` finds under the names of Megatron's flags, which are those of checkpoints."""
+
     def number(name: str, default: int) -> int:
         value = get(name)
         return default if value is None else int(value)

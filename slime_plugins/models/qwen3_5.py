@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 def get_qwen3_5_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: gated delta nets and gated attention, dense or with experts."""
-    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
-
     from slime_plugins.models.linear_attention import hybrid_block_spec
 
-    return hybrid_block_spec(args, config, vp_stage, Qwen3_5GatedDeltaNet)
+    return hybrid_block_spec(args, config, vp_stage, fused=False)

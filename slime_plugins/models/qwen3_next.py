@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 
 def get_qwen3_next_spec(args: Args, config: TransformerConfig, vp_stage: int | None) -> Any:
     """Return the block spec of this pipeline stage: gated delta nets and gated attention, experts in every layer."""
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
-
     from slime_plugins.models.linear_attention import hybrid_block_spec
 
-    return hybrid_block_spec(args, config, vp_stage, Qwen3NextGatedDeltaNet)
+    return hybrid_block_spec(args, config, vp_stage, fused=True)

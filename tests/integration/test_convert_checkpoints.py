@@ -30,13 +30,13 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "deepseek_v3": ("pp2", "ep2"),
     "qwen3_5_moe-whole": ("ep2",),
     "glm5.2": ("pp2",),  # layers with and without an indexer
-    "qwen3_next": ("pp2",),
-    "qwen3_5": ("pp2",),  # the same without experts
+    "qwen3_next": ("pp2", "tp2-sp"),
+    "qwen3_5": ("tp2", "pp2"),  # the same without experts
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding
     "qwen3_next-predicting": ("ep2",),
 }
 EVERY_CASE = [(name, layout) for name, layouts in CASES.items() for layout in layouts]
-QUICK = [("glm4", "tp2"), ("qwen3_5_moe-whole", "ep2"), ("glm4_moe-predicting", "pp2")]
+QUICK = [("glm4", "tp2"), ("qwen3_5", "tp2"), ("qwen3_5_moe-whole", "ep2"), ("glm4_moe-predicting", "pp2")]
 MTP = {"glm4_moe-predicting": DEEPSEEK, "qwen3_next-predicting": QWEN}
 
 

@@ -16,7 +16,9 @@ class Train(ArgumentGroup):
     train_backend: Literal["megatron"] = flag("megatron", "what trains; there is one")
     fp32: bool = flag(False, "train in fp32 on GPUs too (without --fp16, --bf16 or --fp32: bf16 on GPUs, fp32 on CPUs)")
     qwen_gdn_backend: Literal["fla", "flashqla"] = flag(
-        "fla", "kernels of gated-delta-net layers (Qwen3-Next, Qwen3.5)", not_yet=True
+        "fla",
+        "kernels of gated delta nets (Qwen3-Next, Qwen3.5) on CUDA, of flash-linear-attention or flash-qla; torch's "
+        "operations where the package of 'fla' is not installed",
     )
     train_env_vars: dict[str, str] = flag(
         {}, "JSON object of extra environment variables of training processes; they win over slime's own"

@@ -139,6 +139,12 @@ def check_consistency(args: Args) -> None:
         raise ArgumentError(
             f"the model flags do not describe {name}: {'; '.join(wrong)}. Correct the flags or the checkpoint"
         )
+    heads, tp = config.get("linear_num_key_heads") or 0, args.tensor_model_parallel_size
+    if heads % tp:
+        raise ArgumentError(
+            f"--tensor-model-parallel-size {tp} ranks cannot divide the {heads} key heads of the gated delta nets of "
+            f"{name} (linear_num_key_heads); use a size that does"
+        )
     if not is_own_model(args, description):
         for note in description.notes:
             diagnostics.warn(args, f"{name}: {note}")

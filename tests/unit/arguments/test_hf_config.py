@@ -45,6 +45,14 @@ def test_a_rotary_base_that_makes_no_difference_is_accepted(tmp_path):
         parse_args([*words, "--position-embedding-type", "rope"])
 
 
+def test_key_heads_of_delta_nets_are_divided_among_tensor_parallel_ranks(tmp_path):
+    own = ["--custom-model-provider-path", "own.model.provider", "--tensor-model-parallel-size", "2"]
+    words = [*own, "--actor-num-gpus-per-node", "2", "--hf-checkpoint"]
+    parse(*words, write(tmp_path, linear_num_key_heads=6))
+    with pytest.raises(ArgumentError, match=r"-size 2 ranks cannot divide the 3 key heads .*linear_num_key_heads"):
+        parse(*words, write(tmp_path, linear_num_key_heads=3))
+
+
 def test_all_differences_are_reported_at_once(tmp_path):
     with pytest.raises(ArgumentError) as caught:
         parse("--hf-checkpoint", write(tmp_path, hidden_size=128, num_hidden_layers=3, vocab_size=1))

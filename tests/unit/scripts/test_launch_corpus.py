@@ -27,7 +27,6 @@ REFUSED = {
         "--over-sampling-filter-path", "--use-dynamic-global-batch-size", "--true-on-policy-mode",
         "--slime-router-middleware-paths", "--critic-train-only",
     },
-    "run-qwen3-next-80B-A3B.sh": {"--qwen-gdn-backend"},
 }  # fmt: skip
 SCRIPTS = [*launch_corpus.names(".sh"), *launch_corpus.names(".py")]
 

@@ -114,7 +114,7 @@ def test_all_forms_of_import() -> None:
 def test_plugins_of_a_process_that_has_not_imported_slime_find_them_too() -> None:
     program = "import slime_plugins.models.qwen_gdn_backend"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "lacks a choice of kernels for gated delta nets" in done.stderr
+    assert "lacks a module for this choice: --qwen-gdn-backend makes it" in done.stderr
 
 
 def test_modules_cost_nothing_until_a_name_is_used() -> None:

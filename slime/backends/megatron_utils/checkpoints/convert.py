@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.naming import MTP, hf_place
 from slime.backends.megatron_utils.weights.untrained import carried_names, copy_tensors, write_copies
 from slime.models import hf_fields
+from slime.models.shape import gated_delta_net
 from slime.observability.progress import progress_bar
 from slime.weights.hf import writer as hf_writer
 from slime.weights.hf.checkpoint import HfCheckpoint, read_config
@@ -172,7 +173,8 @@ def described_by(whole: dict[str, Any], model_name: str | None = None) -> Descri
     groups = config.get("num_key_value_heads") or heads
     channels = config.get("head_dim") or config["hidden_size"] // heads
     experts = (hf_fields.experts(config) or ("", 0))[1]
-    return Described(family, Dims(heads, groups, channels, vocab, vocab, experts), config["num_hidden_layers"])
+    keys = gated_delta_net(config.get).keys
+    return Described(family, Dims(heads, groups, channels, vocab, vocab, experts, keys), config["num_hidden_layers"])
 
 
 def _family(name: str) -> Family:

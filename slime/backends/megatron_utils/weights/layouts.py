@@ -7,6 +7,7 @@ ranks together and returns the Hugging Face tensors again. ``hf_shapes`` says wh
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """The sizes of the whole model that layouts need; ``num_experts`` counts the routed ones of a layer."""
+    """The sizes of the whole model that layouts need.
+
+    ``num_experts`` counts the routed ones of a layer, ``delta_net_keys`` the rows of all keys of a gated delta net.
+    """
 
     num_attention_heads: int
     num_query_groups: int
@@ -42,6 +46,7 @@ class Dims:
     vocab_size: int
     padded_vocab_size: int
     num_experts: int = 0
+    delta_net_keys: int = 0
 
     @property
     def heads_per_group(self) -> int:
@@ -168,6 +173,25 @@ class QueryKeyValue(Layout):
         groups = full.reshape(dims.num_query_groups, -1, *full.shape[1:])
         d = dims.kv_channels
         return [x.flatten(0, 1).contiguous() for x in groups.split([dims.heads_per_group * d, d, d], dim=1)]
+
+
+class DeltaNetRows(ColumnParallel):
+    """All queries of a gated delta net above all keys above all values: each rank holds its rows of each of them."""
+
+    def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
+        if tp_size == 1:
+            return sources[0][:]
+        ends = [0, dims.delta_net_keys, 2 * dims.delta_net_keys, _length(sources[0])]
+        parts = []
+        for start, end in itertools.pairwise(ends):
+            block = (end - start) // tp_size
+            parts.append(_rows(sources[0], start + tp_rank * block, start + (tp_rank + 1) * block))
+        return torch.cat(parts)
+
+    def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
+        keys = dims.delta_net_keys // len(shards)
+        ranks = [shard.tensor_split([keys, 2 * keys]) for shard in shards]
+        return [torch.cat([part for parts in zip(*ranks, strict=True) for part in parts])]
 
 
 class GateUp(Layout):

@@ -22,7 +22,7 @@ from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.maps.parts import LM_HEAD
 from slime.backends.megatron_utils.weights.maps.rule import as_template
 from slime.backends.megatron_utils.weights.merging import ADAPTER, merging
-from slime.models.shape import padded_vocab_size
+from slime.models.shape import gated_delta_net, padded_vocab_size
 from slime.weights.hf.checkpoint import read_config
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def model_dims(args: Args, config: TransformerConfig) -> Dims:
     padded = padded_vocab_size(args)
     vocab = args.vocab_size or padded
     experts = config.num_moe_experts or 0
-    return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts)
+    keys = gated_delta_net(vars(config).get).keys
+    return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts, keys)
 
 
 def is_value_head(parameter: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.megatron_utils.weights.layouts import (
     ColumnParallel,
+    DeltaNetRows,
     Dims,
     GateUp,
     Layout,
@@ -18,7 +19,9 @@ from slime.backends.megatron_utils.weights.layouts import (
     Vocabulary,
 )
 
-DIMS = Dims(num_attention_heads=8, num_query_groups=4, kv_channels=3, vocab_size=10, padded_vocab_size=16)
+DIMS = Dims(
+    num_attention_heads=8, num_query_groups=4, kv_channels=3, vocab_size=10, padded_vocab_size=16, delta_net_keys=4
+)
 HIDDEN = 5
 
 
@@ -36,12 +39,14 @@ def _sources(layout: Layout) -> list[torch.Tensor]:
         return [_numbered(12, HIDDEN), _numbered(12, HIDDEN, start=1000)]
     if isinstance(layout, Vocabulary):
         return [_numbered(10, HIDDEN, start=1)]
+    if isinstance(layout, DeltaNetRows):
+        return [_numbered(4 + 4 + 12, 1, 4)]  # the convolution: queries, keys, values
     return [_numbered(4, 8)]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize(
-    "layout", [Replicated(), ColumnParallel(), RowParallel(), Vocabulary(), QueryKeyValue(), GateUp()]
+    "layout", [Replicated(), ColumnParallel(), RowParallel(), Vocabulary(), QueryKeyValue(), GateUp(), DeltaNetRows()]
 )
 def test_round_trip_and_shapes(layout: Layout, tp_size: int) -> None:
     sources = _sources(layout)
@@ -53,6 +58,11 @@ def test_round_trip_and_shapes(layout: Layout, tp_size: int) -> None:
         assert tensor.is_contiguous()
     shapes = layout.hf_shapes(tuple(shards[0].shape), tp_size, DIMS)
     assert [tuple(s) for s in shapes] == [tuple(s.shape) for s in sources]
+
+
+def test_a_rank_has_its_rows_of_queries_keys_and_values() -> None:
+    shard = DeltaNetRows().shard([torch.arange(20)], 1, 2, DIMS)
+    assert shard.tolist() == [2, 3, 6, 7, 14, 15, 16, 17, 18, 19]
 
 
 class Recorder:

@@ -9,6 +9,7 @@ import torch
 
 from slime.backends.megatron_utils.weights.layouts import (
     ColumnParallel,
+    DeltaNetRows,
     Dims,
     GateUp,
     Layout,
@@ -237,9 +238,18 @@ def one_mtp_layer(rules: Sequence[Rule]) -> MTPLayers:
 
 
 def delta_net(*projections: str) -> tuple[Rule, ...]:
-    """Return the rules of a gated delta net, the module of transformers, with these input projections."""
-    names = ("A_log", "dt_bias", "conv1d.weight", "norm.weight", "out_proj.weight")
+    """Return the rules of a gated delta net with these input projections.
+
+    Rows of ``in_proj_qkv`` are those of all queries, keys and values; others have the heads one after the other.
+    """
+    layouts = {
+        **dict.fromkeys(("A_log", "dt_bias"), ColumnParallel()),
+        "conv1d.weight": DeltaNetRows(),
+        "norm.weight": Replicated(),
+        "out_proj.weight": RowParallel(),
+        **{f"{name}.weight": DeltaNetRows() if name == "in_proj_qkv" else ColumnParallel() for name in projections},
+    }
     return tuple(
-        layer_rule(f"self_attention.linear_attn.{name}", (f"linear_attn.{name}",), Replicated())
-        for name in (*names, *(f"{projection}.weight" for projection in projections))
+        layer_rule(f"self_attention.linear_attn.{name}", (f"linear_attn.{name}",), layout)
+        for name, layout in layouts.items()
     )
