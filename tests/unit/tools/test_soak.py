@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,6 +62,28 @@ def test_a_part_leaves_out_what_another_names_more_closely() -> None:
 def git(directory: Path, *words: str) -> None:
     who = ("-c", "user.name=a", "-c", "user.email=a@example.com")
     subprocess.run(["git", *who, *words], cwd=directory, check=True, capture_output=True)
+
+
+def runs_on_every_change(path: Path) -> bool:
+    """Return True if a test of the file, or one of its cases, has no mark of soak."""
+    whole = r"(?<!marks=pytest\.)mark\.soak"  # not that of a case
+    body = ast.parse(path.read_text()).body
+    modules = [ast.unparse(node) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
+    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    marks = [" ".join([*modules, *map(ast.unparse, node.decorator_list)]) for node in tests]
+    return any(not re.search(whole, mark) for mark in marks)
+
+
+def test_what_is_said_to_run_on_every_change_does() -> None:
+    """Files with tests in soak name those that protect the same claim meanwhile."""
+    folder, wrong = soak.ROOT / "tests", {}
+    for path in folder.rglob("*.py"):
+        for sentence in re.findall(r"On every change(.*?)(?:\"\"\"|\n\n)", path.read_text(), re.S):
+            for name in re.findall(r"\b(?:test)?_\w+\.py", sentence):
+                found = [file for file in folder.rglob(f"*{name}") if "soak" not in file.relative_to(folder).parts]
+                if not any(map(runs_on_every_change, found)):
+                    wrong[f"{path.relative_to(folder)}: {name}"] = [str(file.relative_to(folder)) for file in found]
+    assert wrong == {}
 
 
 @pytest.fixture
