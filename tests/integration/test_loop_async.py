@@ -1,4 +1,7 @@
-"""``train_async.py``: generation one step ahead, with engines that die during rollouts."""
+"""``train_async.py``: generation one step ahead, with engines that die during rollouts.
+
+On every change: such a run in ``test_loop_disaggregated.py``, engines that die in ``test_engine_kills.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import pytest
 from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 
 def engine_processes(run: Run) -> list[int]:

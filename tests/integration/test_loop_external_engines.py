@@ -1,4 +1,7 @@
-"""``train.py`` with engines that are started before it, by a plain ``sglang.launch_server``, and outlive it."""
+"""``train.py`` with engines that are started before it, by a plain ``sglang.launch_server``, and outlive it.
+
+On every change: their address, key and weights, with stand-ins, in ``tests/unit/ray/test_external_engines.py``.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,8 @@ def check(run: Finished, engines: list[PlainEngine], export: Path, version: str)
     assert engines[1].client.weights_checksum() == held
 
 
-@pytest.mark.parametrize("transport", ["distributed", pytest.param("disk", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("transport", ["distributed", "disk"])
 def test_external_engines_load_the_weights_and_keep_running(
     checkpoint: Path, engines: list[PlainEngine], tmp_path: Path, transport: str
 ):

@@ -44,7 +44,9 @@ def test_a_full_run_directory_ends_nothing(flags: list[str], tmp_path: Path) -> 
     assert "(0 MiB are free there)" in found.output
 
 
+@pytest.mark.soak
 def test_the_same_command_started_twice_leaves_the_first_run_untouched(flags: list[str], tmp_path: Path) -> None:
+    """On every change: the lock by itself, in tests/unit/utils/test_directory_lock.py."""
     words = [*flags, *saving(tmp_path, 6)]
     tracker = tmp_path / "save/latest_checkpointed_iteration.txt"
     with Run(words, tmp_path / "run") as first:
