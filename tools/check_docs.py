@@ -28,6 +28,7 @@ from tools import (
     gen_examples_doc,
     gen_model_scripts,
     gen_models_doc,
+    gen_not_available_doc,
     gen_quick_start_doc,
     gen_rewards_doc,
 )
@@ -45,6 +46,7 @@ GENERATED = {
         gen_config_files_doc,
         gen_examples_doc,
         gen_models_doc,
+        gen_not_available_doc,
         gen_quick_start_doc,
         gen_rewards_doc,
     )
@@ -53,7 +55,9 @@ GENERATED = {
 QUOTES = (gen_arguments_doc.PAGE,)
 """Pages that quote the help texts of other programs: their code spans are not checked."""
 
-GENERATED_PROSE = (gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE)
+GENERATED_PROSE = (
+    gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE, gen_not_available_doc.PAGE,
+)  # fmt: skip
 """Pages whose words come from the code."""
 
 

@@ -1,13 +1,18 @@
 """The flags that are declared but whose feature this version does not have yet, and those that can have no effect.
 
-Their traits say so (``not_yet``, ``inert``). A run that sets one to anything but its default is refused;
-``--dry-run`` lists what would be. Flags of slime <= 0.3.1 and of Megatron that can have no effect warn and say why.
+Their traits say so (``not_yet``, ``inert``), and ``not_yet.toml`` why, and what takes their place. A run that sets one
+to anything but its default is refused; ``--dry-run`` lists what would be. Flags of slime <= 0.3.1 and of Megatron that
+can have no effect warn and say why.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from slime.arguments.flag import Flag
@@ -18,6 +23,28 @@ NOT_YET_VARIABLES: tuple[str, ...] = (
     "DSA_KV_FP8_QAT",
     "MEGATRON_USE_SGLANG_*",
 )
+
+
+@dataclass(frozen=True)
+class Reason:
+    """An entry of ``not_yet.toml``: the reason of some flags, by patterns of options, and what to do instead."""
+
+    name: str
+    why: str
+    instead: str
+    flags: tuple[str, ...]
+
+
+@cache
+def reasons() -> tuple[Reason, ...]:
+    """Return the entries in their order."""
+    entries = tomllib.loads(Path(__file__).with_name("not_yet.toml").read_text())["reason"]
+    return tuple(Reason(**{**entry, "flags": tuple(entry["flags"])}) for entry in entries)
+
+
+def reason_of(flag: Flag) -> Reason | None:
+    """Return why a flag is not available; None for one that only another version of Megatron has."""
+    return next((one for one in reasons() if any(fnmatchcase(flag.option, pattern) for pattern in one.flags)), None)
 
 
 def is_available(flag: Flag) -> bool:
@@ -46,7 +73,9 @@ def unavailable_messages(values: dict[str, Any], flags: Iterable[Flag]) -> list[
         if flag.traits.inert:
             continue
         if not is_available(flag):
-            messages.append(f"{flag.option} is not available yet in this version; leave it out")
+            reason = reason_of(flag)
+            instead = "leave it out" if reason is None else reason.instead
+            messages.append(f"{flag.option} is not available yet in this version; {instead}")
         elif value in refused_values(flag):
             others = [c for c in flag.choices or () if c not in refused_values(flag)]
             way_out = f"use {' or '.join(map(str, others))}" if others else "leave it out"

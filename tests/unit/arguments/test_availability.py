@@ -1,16 +1,20 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 
 from slime.arguments.availability import (
     inert_messages,
     is_available,
+    reasons,
     refused_values,
     unavailable_messages,
 )
+from slime.arguments.command_line import flags_by_option
 from slime.arguments.errors import ArgumentError
 from slime.arguments.flag import Flag
 from slime.arguments.help import status_text
@@ -75,6 +79,25 @@ def test_the_way_out_lists_the_other_choices():
     )
     (message,) = unavailable_messages({name: "nixl"}, [flag])
     assert message == f"{option} nixl is not available yet in this version; use object-store or file"
+
+
+def test_each_flag_has_one_reason_and_each_pattern_a_flag():
+    matched, found = {}, {}
+    for flag in flags_by_option().values():
+        if not flag.traits.inert and (refused_values(flag) or not is_available(flag)):
+            patterns = [(one.name, p) for one in reasons() for p in one.flags if fnmatchcase(flag.option, p)]
+            found[flag.dest] = {name for name, _ in patterns}
+            matched.update(dict.fromkeys(patterns))
+    assert {dest: names for dest, names in found.items() if len(names) != 1} == {}
+    assert [p for one in reasons() for p in one.flags if (one.name, p) not in matched] == []
+
+
+def test_what_to_do_instead_can_be_done():
+    """Flags that a reason names exist, and are available."""
+    flags = flags_by_option()
+    named = {word for one in reasons() for word in re.findall(r"--[a-z\d-]+[a-z\d]", f"{one.why} {one.instead}")}
+    assert [word for word in sorted(named) if word not in flags or not is_available(flags[word])] == []
+    assert [one.name for one in reasons() if not one.why.endswith(".") or one.instead.endswith(".")] == []
 
 
 def test_a_run_is_refused_and_a_dry_run_lists():

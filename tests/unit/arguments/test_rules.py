@@ -227,7 +227,9 @@ def test_a_log_prob_server_is_refused_and_its_variables_are_left_alone(monkeypat
     """Clusters set names like TEACHER_PORT for purposes of their own."""
     monkeypatch.setenv("TEACHER_PORT", "tcp://10.0.0.1:80")
     assert parse().teacher_port == 7999
-    with pytest.raises(ValueError, match="--teacher-port is not available yet in this version; leave it out"):
+    with pytest.raises(
+        ValueError, match="--teacher-port is not available yet in this version; use --opd-type megatron, or"
+    ):
         parse("--teacher-port", "80")
 
 

@@ -120,10 +120,10 @@ def test_a_run_that_fits_nowhere_would_not_start(monkeypatch: pytest.MonkeyPatch
 
 
 def test_reasons_that_differ_in_the_flag_alone_are_one() -> None:
-    words = ("--megatron-server-warmup", "--cache-mla-latents", "--update-weights-interval", "2")
+    words = ("--enable-cuda-graph", "--cache-mla-latents", "--update-weights-interval", "2")
     assert run(*words).splitlines()[-4:] == [
         "A real run would be refused:",
-        "  - not available yet in this version; leave it out: --megatron-server-warmup, --cache-mla-latents",
+        "  - not available yet in this version; leave it out: --enable-cuda-graph, --cache-mla-latents",
         "  - --update-weights-interval 2 has no effect in train.py, which takes the weights to the engines after",
         "    every rollout; use train_async.py or leave it out",
     ]
