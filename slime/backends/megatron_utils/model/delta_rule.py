@@ -119,6 +119,16 @@ def _states(
     return torch.cat(new), torch.cat(states)
 
 
+@functools.lru_cache(maxsize=16)
+def _positions(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([i for length in lengths for i in range(length)], dtype=torch.long, device=device)
+
+
+@functools.lru_cache(maxsize=16)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(n for n in lengths if n)], device=device)
+
+
 def unit_length(x: torch.Tensor) -> torch.Tensor:
     """Return ``x / sqrt(sum(x^2) + 1e-6)`` over the last dimension, as the kernels for GPUs have it."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
@@ -134,7 +144,7 @@ def by_kernel(
     lengths: list[int],
 ) -> torch.Tensor:
     """Return what :func:`gated_delta_rule` does, from a kernel of ``KERNELS``."""
-    ends = torch.tensor([0, *itertools.accumulate(n for n in lengths if n)], device=q.device)
+    ends = _ends(tuple(lengths), q.device)
     q, k = (x.repeat_interleave(v.size(2), dim=1) for x in (q, k))
     arguments = {"q": q, "k": k, "v": v.flatten(1, 2), "g": g.flatten(1).float(), "beta": beta.flatten(1)}
     batch = {name: x[None].contiguous() for name, x in arguments.items()}
@@ -167,7 +177,7 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, lengths: list[int]
     """
     width, dtype = weight.size(-1), x.dtype
     x, weight = (y.to(torch.promote_types(dtype, torch.float32)) for y in (x, weight))
-    age = torch.cat([torch.arange(length) for length in lengths] or [torch.empty(0)]).to(x.device)
+    age = _positions(tuple(lengths), x.device)
     out = x * weight[:, 0, -1]
     for back in range(1, min(width, x.size(0) + 1)):
         earlier = F.pad(x, (0, 0, back, 0))[: x.size(0)].masked_fill((age < back)[:, None], 0)
