@@ -499,8 +499,6 @@ class MegatronArgs:
     lr_warmup_samples: int
     lr_wsd_decay_samples: int | None
     profile: bool
-    save_retain_interval: int | None
-    most_recent_k: int
     non_persistent_save_interval: int | None
     non_persistent_ckpt_type: str | None
     non_persistent_global_ckpt_dir: str | None

@@ -229,6 +229,8 @@ class OwnArgs:
     load: str
     save: str | None
     save_interval: int | None
+    most_recent_k: int
+    save_retain_interval: int | None
     async_save: bool
     no_save_optim: bool
     save_hf: str | None

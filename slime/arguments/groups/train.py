@@ -125,6 +125,16 @@ class Checkpoint(ArgumentGroup):
     )
     save: str | None = flag(None, "directory to write checkpoints to; also give --save-interval", path="directory")
     save_interval: int | None = flag(None, "save every N rollouts and at the end of every epoch; default: never", ge=1)
+    most_recent_k: int = flag(
+        -1, "keep the last K checkpoints and remove older ones; -1: keep all", needs="--save-interval", ge=-1
+    )
+    save_retain_interval: int | None = flag(
+        None,
+        "keep the checkpoints after every N rollouts, a multiple of --save-interval, and remove others once there is a "
+        "later one (--most-recent-k: K later ones)",
+        needs="--save-interval",
+        ge=1,
+    )
     async_save: bool = flag(False, "write checkpoints in the background, during training", needs="--save")
     no_save_optim: bool = flag(
         False,

@@ -161,6 +161,13 @@ def check_save(args: Args) -> None:
     """Intervals and exports need a directory to save to, and one that can be written."""
     if args.save_interval is not None and args.save is None:
         raise ArgumentError(f"--save-interval {args.save_interval} needs --save DIRECTORY")
+    if args.most_recent_k == 0:
+        raise ArgumentError("--most-recent-k 0 would keep no checkpoint; give at least 1, or leave it out to keep all")
+    if args.save_retain_interval is not None and args.save_retain_interval % (args.save_interval or 1):
+        raise ArgumentError(
+            f"--save-retain-interval {args.save_retain_interval} is no multiple of --save-interval "
+            f"{args.save_interval}: few of the checkpoints that it keeps would be saved; use a multiple"
+        )
     if args.save_hf is not None and args.save is None:
         raise ArgumentError(f"--save-hf {args.save_hf} is written with every checkpoint and needs --save DIRECTORY")
     if args.save is None:

@@ -164,6 +164,10 @@ def _checkpoints(args: Args) -> str:
     if args.save_interval is None:
         return f"none are written to --save {args.save} without --save-interval"
     text = f"after {_every(args.save_interval, args)} and at the end, to {args.save}"
+    kept = [f"the last {args.most_recent_k}"] if args.most_recent_k > 0 else []
+    if args.save_retain_interval is not None:
+        kept = [*(kept or ["the last"]), f"those after every {args.save_retain_interval} rollouts"]
+    text += f", of which {' and '.join(kept)} are kept" if kept else ""
     return text + (f"; Hugging Face exports to {args.save_hf}" if args.save_hf else "")
 
 

@@ -428,6 +428,7 @@ class TransientCheckpoints:
             self._transient = rollout_id
         if self.args.save is not None and before is not None and before != rollout_id:
             try:
-                shutil.rmtree(iteration_dir(self.args.save, before))
+                with contextlib.suppress(FileNotFoundError):  # --most-recent-k has removed it
+                    shutil.rmtree(iteration_dir(self.args.save, before))
             except OSError as e:
                 logger.warning("cannot remove checkpoint %d, which --save-interval does not ask for: %s", before, e)

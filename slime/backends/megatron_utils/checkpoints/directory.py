@@ -23,7 +23,8 @@ from slime.utils.directory_lock import Owner
 logger = logging.getLogger(__name__)
 
 TORCH_DIST, TORCH, TORCH_DCP = "torch_dist", "torch", "torch_dcp"
-_WRITING, _REPLACED = ".writing", ".replaced"
+_WRITING, REPLACED = ".writing", ".replaced"
+"""Ends of the names of directories that are no checkpoints: being written, and to be removed."""
 _WRITER = ".writer.json"
 """In the root: who writes a checkpoint, as long as it is being written."""
 
@@ -48,7 +49,7 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, in
     directory = Path(root) / "release" if iteration is None else iteration_dir(root, iteration)
     if not directory.is_dir():
         # Killed between the two renames of a checkpoint that is saved a second time: the first one is still whole.
-        aside = directory.with_name(directory.name + _REPLACED)
+        aside = directory.with_name(directory.name + REPLACED)
         if not aside.is_dir():
             present = sorted(p.name for p in Path(root).glob("iter_*") if p.is_dir())
             raise FileNotFoundError(f"there is no checkpoint {directory}; {root} has {present or 'none'}")
@@ -133,7 +134,7 @@ def publish(root: str | Path, iteration: int) -> Path:
     """Turn the directory that ``begin`` made into the current checkpoint and return its final name."""
     directory = iteration_dir(root, iteration)
     writing = directory.with_name(directory.name + _WRITING)
-    aside = directory.with_name(directory.name + _REPLACED)
+    aside = directory.with_name(directory.name + REPLACED)
     for path in writing.rglob("*"):
         sync(path)
     sync(writing)
@@ -145,6 +146,6 @@ def publish(root: str | Path, iteration: int) -> Path:
     sync(Path(root))
     checkpoint_tracker.write(root, f"{iteration}\n")
     (Path(root) / _WRITER).unlink(missing_ok=True)
-    for old in Path(root).glob(f"iter_*{_REPLACED}"):
+    for old in Path(root).glob(f"iter_*{REPLACED}"):
         shutil.rmtree(old)
     return directory

@@ -44,6 +44,7 @@ from slime.backends.megatron_utils.checkpoints.random_states import (
     rng_state,
     saved_layout,
 )
+from slime.backends.megatron_utils.checkpoints.retention import remove_outdated
 from slime.backends.megatron_utils.checkpoints.torch_dist import check_tower, rename_to_stored, take_unstored_states
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
@@ -394,6 +395,8 @@ class CheckpointSaver:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.publish()
+            if dist.get_rank() == 0:
+                remove_outdated(self._args, pending.root, pending.iteration)
 
 
 class _PendingSave:
@@ -407,7 +410,7 @@ class _PendingSave:
         iteration: int,
         directory: Path,
     ) -> None:
-        self._write, self._finalize, self._root, self._iteration = write, finalize, root, iteration
+        self._write, self._finalize, self.root, self.iteration = write, finalize, root, iteration
         self._directory = directory
         self._digests: dict[str, str] = {}
         self._error: BaseException | None = None
@@ -433,17 +436,17 @@ class _PendingSave:
         failed = {rank: text for rank, text in enumerate(failures) if text is not None}
         if failed:
             raise RuntimeError(
-                f"could not write checkpoint {self._iteration} under {self._root}: "
+                f"could not write checkpoint {self.iteration} under {self.root}: "
                 + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-                + f". Free space there: {shutil.disk_usage(self._root).free / 2**30:.1f} GiB. "
+                + f". Free space there: {shutil.disk_usage(self.root).free / 2**30:.1f} GiB. "
                 "The previous checkpoint is untouched"
             ) from self._error
         for finalize in self._finalize:
             finalize()
         dist.barrier(group=control_group())
-        write_digests(self._directory, self._digests, checkpoint_dir.rollout_files(self._root, self._iteration))
+        write_digests(self._directory, self._digests, checkpoint_dir.rollout_files(self.root, self.iteration))
         if dist.get_rank() == 0:
-            directory = checkpoint_dir.publish(self._root, self._iteration)
+            directory = checkpoint_dir.publish(self.root, self.iteration)
             logger.info("saved %s", directory)
         dist.barrier(group=control_group())
 
