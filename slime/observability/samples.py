@@ -20,6 +20,9 @@ LIMIT = 24
 MAX_CHARS = 20_000
 """Longest prompt or response kept; the middle of a longer one is cut out."""
 
+_ENDS_OF_LINES = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Escapes of what ends a line for ``str.splitlines``; JSON has one for each of the others."""
+
 _files = Files("samples")
 
 
@@ -46,7 +49,7 @@ def write(
         for i in range(min(limit, len(flat))):
             rows.append(to_row(flat[int(i * step)], dataset))
     path = Path(args.run_dir) / "samples" / f"{'eval-' if evaluation else ''}{rollout_id}.jsonl"
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    text = "".join(json.dumps(row, ensure_ascii=False).translate(_ENDS_OF_LINES) + "\n" for row in rows)
     _files.write(path, text.encode(errors="backslashreplace"))  # half of a surrogate pair has no UTF-8
     return path
 

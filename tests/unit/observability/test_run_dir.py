@@ -153,6 +153,15 @@ def test_half_of_a_surrogate_pair_is_no_reason_to_stop(tmp_path):
     assert row["label"] == "\ud83d"
 
 
+def test_a_sample_is_one_line_for_every_reader(tmp_path):
+    """Python's str.splitlines ends a line at more characters than a file does."""
+    text = "".join(map(chr, range(0x3000)))
+    path = samples.write(run_args(run_dir=str(tmp_path)), 0, [make_sample(i, label=text) for i in range(2)])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["label"] for row in rows] == [text] * 2
+    assert "\u00e9" in path.read_text()  # other characters are left for people to read
+
+
 def test_what_it_holds_is_private_and_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", "of-the-environment")
     monkeypatch.setattr("sys.argv", ["train.py", "--rm-url", "https://u:hush@h", "--wandb-key=of-wandb", "--lr", "1"])
