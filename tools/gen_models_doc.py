@@ -86,8 +86,8 @@ ABOUT_FAMILIES = """
 * [Images](../advanced/images.md) are taken by Qwen3-VL, Qwen2.5-VL and, with `--spec slime_plugins.models.qwen3_5_vl
   get_qwen3_5_vl_model_provider`, by the vision-language checkpoints of Qwen3.5, of which otherwise the language model
   alone is built. Their samples have several images of different sizes, one, and none
-  (`tests/integration/test_vision_families.py`). With images Qwen3.5's largest difference is 2.7e-5, with experts
-  7.3e-5: weights that differ by 1e-7 make 2e-4 in transformers itself.
+  (`tests/integration/test_vision_families.py`). With images Qwen3.5's largest difference is 5.0e-5, with experts
+  2.8e-5: weights that differ by 1e-7 make 2e-4 in transformers itself.
 * Parts that are not trained (vision towers without `--train-vision-tower`, without `--mtp-num-layers` also
   [MTP layers](../advanced/multi_token_prediction.md)) are carried over into an export as they
   are in the checkpoint.

@@ -19,7 +19,8 @@ from slime.utils.image_tokens import joined, without_placeholders
 from slime.utils.processing_utils import encode_image_for_rollout_engine, load_processor
 from tests.integration.test_engine_families import with_exact_rule
 from tests.support.engines import engine_args, output_log_probs
-from tests.support.vision_models import END, FAMILIES, IMAGE, START, VisionReference, drawing, make_vision_checkpoint
+from tests.support.vision_models import FAMILIES, VisionReference, drawing, make_vision_checkpoint
+from tools.tiny_model import END, IMAGE, START
 
 pytestmark = pytest.mark.integration
 

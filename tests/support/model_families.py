@@ -12,6 +12,7 @@ from tests.support.megatron_checks import logits_and_weights
 from tests.support.megatron_model import model_args, output_gradient, sequences
 from tests.support.megatron_references import Reference
 from tests.support.ranks import switch_layout
+from tools.tiny_model import stacked_experts
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -170,16 +171,6 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
 def _as_in_a_whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
     return {name.replace("model.", "model.language_model.", 1): t for name, t in stacked_experts(tensors).items()}
-
-
-def stacked_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with the four experts of each layer in one, as the published Qwen3.5 has them."""
-    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    for prefix in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
-        experts = [[tensors[f"{prefix}.experts.{i}.{x}_proj.weight"] for x in ("gate", "up", "down")] for i in range(4)]
-        found[f"{prefix}.experts.gate_up_proj"] = torch.stack([torch.cat([gate, up]) for gate, up, _ in experts])
-        found[f"{prefix}.experts.down_proj"] = torch.stack([down for _, _, down in experts])
-    return found
 
 
 def language_model(checkpoint: str, name: str) -> Any:

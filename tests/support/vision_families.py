@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,67 +10,34 @@ import torch
 
 from tests.support.megatron_model import hf_gradients, model_args, output_gradient, run_pack
 from tests.support.megatron_references import Reference
-from tests.support.model_families import HYBRID, SHARED_EXPERT, SIZES, stacked_experts
 from tests.support.ranks import error_of, loaded_model, switch_layout
+from tools.tiny_model import ROPE, make_tiny_checkpoint, transposed_experts
 
-IMAGE, VIDEO, START, END = 250, 251, 252, 253
+START, END, IMAGE, VIDEO = 262, 263, 264, 265
+"""As the tokenizer of the checkpoints numbers them."""
 TEXT = 200
 """Tokens below this are text."""
-TOWER = {
-    "depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2,
-    "spatial_merge_size": 2, "out_hidden_size": 64,
-}  # fmt: skip
+SMALL = {"patch_size": 4, "num_position_embeddings": 16}
 PATCH = 3 * 2 * 4 * 4
-ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-INTERLEAVED = {**ROPE, "mrope_interleaved": True}
 
 
 class Tiny(NamedTuple):
-    """``text`` over SIZES, and ``vision`` over TOWER, of the family ``model_type``."""
+    """``text`` and ``vision`` over what ``tools.tiny_model`` has for the family."""
 
-    model_type: str
     text: dict[str, Any]
     vision: dict[str, Any]
 
 
 FAMILIES: dict[str, Tiny] = {
-    "qwen3_vl": Tiny(
-        "qwen3_vl",
-        {"num_hidden_layers": 4, "rope_parameters": {**INTERLEAVED, "mrope_section": [4, 2, 2]}},
-        {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
-    ),
-    "qwen3_vl_moe": Tiny(
-        "qwen3_vl_moe",
-        {
-            "rope_parameters": {**INTERLEAVED, "mrope_section": [4, 2, 2]},
-            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
-        },
-        {"num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
-    ),
+    "qwen3_vl": Tiny({"num_hidden_layers": 4}, SMALL),
+    "qwen3_vl_moe": Tiny({"moe_intermediate_size": 24}, SMALL),
     "qwen2_5_vl": Tiny(
-        "qwen2_5_vl",
         {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
-        {"window_size": 16, "fullatt_block_indexes": [1]},
+        {"patch_size": 4, "window_size": 16},
     ),
-    "qwen3_5": Tiny(
-        "qwen3_5",
-        {
-            **HYBRID,
-            "rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-            "partial_rotary_factor": 0.5,
-        },
-        {"num_position_embeddings": 16},
-    ),
-    "qwen3_5_moe": Tiny(
-        "qwen3_5_moe",
-        {
-            **HYBRID, **SHARED_EXPERT,
-            "rope_parameters": {**INTERLEAVED, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
-            "partial_rotary_factor": 0.5,
-        },
-        {"num_position_embeddings": 16},
-    ),
-}  # fmt: skip
+    "qwen3_5": Tiny({}, SMALL),
+    "qwen3_5_moe": Tiny({}, SMALL),
+}
 TP2, SP = ("--tensor-model-parallel-size", 2), ("--sequence-parallel",)
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1)
 TRAINED = ("--train-vision-tower",)
@@ -135,31 +101,13 @@ def joined(pack: Pack) -> dict[str, torch.Tensor]:
     return {"pixel_values": torch.cat(pixels), "image_grid_thw": torch.cat(grids)} if grids else {}
 
 
-def make_checkpoint(folder: Path, name: str, *, seed: int = 11, **text: Any) -> str:
+def make_checkpoint(folder: Path, name: str, *, seed: int = 14, **text: Any) -> str:
     """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
-    from transformers import AutoModelForImageTextToText
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     tiny, path = FAMILIES[name], folder / name
-    sizes = {**SIZES, **tiny.text, **text}
-    if tiny.model_type == "qwen2_5_vl":
-        del sizes["head_dim"]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        config = CONFIG_MAPPING[tiny.model_type](
-            text_config=sizes,
-            vision_config={**TOWER, **tiny.vision},
-            image_token_id=IMAGE,
-            video_token_id=VIDEO,
-            vision_start_token_id=START,
-            vision_end_token_id=END,
-            tie_word_embeddings=sizes["tie_word_embeddings"],
-        )
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
-    model.save_pretrained(path)
+    make_tiny_checkpoint(path, name, vision=tiny.vision, **{"intermediate_size": 96, **tiny.text, **text})
     if name == "qwen2_5_vl":
         flatten(path / "config.json")
-    randomize(path / "model.safetensors", seed, publish=PUBLISHED.get(name))
+    randomize(path / "model.safetensors", seed)
     return str(path)
 
 
@@ -172,20 +120,8 @@ def flatten(path: Path) -> None:
     path.write_text(json.dumps({**text, **config, **flat}))
 
 
-Tensors = dict[str, torch.Tensor]
-
-
-def _transposed_experts(tensors: Tensors) -> Tensors:
-    stacked = ("experts.gate_up_proj", "experts.down_proj")
-    return {n: t.transpose(1, 2).contiguous() if n.endswith(stacked) else t for n, t in tensors.items()}
-
-
-PUBLISHED = {"qwen3_vl_moe": _transposed_experts, "qwen3_5_moe": stacked_experts}
-"""What makes of the tensors that transformers 5.12 saves those of the published checkpoints."""
-
-
-def randomize(path: Path, seed: int, publish: Callable[[Tensors], Tensors] | None = None) -> None:
-    """Give every tensor of the file values of its own, then write what ``publish`` makes of them."""
+def randomize(path: Path, seed: int) -> None:
+    """Give every tensor of the file values of its own."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(seed)
@@ -195,7 +131,7 @@ def randomize(path: Path, seed: int, publish: Callable[[Tensors], Tensors] | Non
         is_norm = "norm" in name or "ln_q" in name
         is_bias = name.endswith("bias")
         tensors[name] = 0.3 * noise if is_bias else 1 + 0.3 * noise if is_norm else 0.15 * noise
-    save_file(tensors if publish is None else publish(tensors), path, metadata={"format": "pt"})
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def whole_model(checkpoint: str) -> Any:
@@ -230,7 +166,7 @@ def reference(checkpoint: str, name: str, pack: Pack) -> Reference:
     if name == "qwen2_5_vl":
         gradients = {_saved(n): gradient for n, gradient in gradients.items()}
     if name == "qwen3_vl_moe":
-        gradients = _transposed_experts(gradients)
+        gradients = transposed_experts(gradients)
     return Reference(logits.detach(), weights, gradients)
 
 

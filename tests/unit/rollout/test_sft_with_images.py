@@ -21,7 +21,8 @@ from slime.utils.processing_utils import (
     load_tokenizer,
 )
 from tests.support.rollout_args import rollout_args
-from tests.support.vision_models import IMAGE, drawing, make_processor_files
+from tests.support.vision_models import drawing
+from tools.tiny_model import IMAGE, make_processor_files
 
 PICTURES = [drawing(1, 64, 64), drawing(2, 96, 64), drawing(3, 300, 500)]
 URLS = [encode_image_for_rollout_engine(image) for image in PICTURES]
