@@ -30,6 +30,7 @@ class Model:
     ``config`` is in the vocabulary of a Hugging Face config and holds ``model_type``; ``megatron`` is what no config
     says. ``variants`` maps further repositories to what differs there. ``parameters`` is in billions.
     ``about`` says which part of the repositories' model this is, where it is not the whole language model.
+    ``vision`` are the sizes of the vision tower.
     """
 
     script: str
@@ -41,6 +42,7 @@ class Model:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     parameters: float | None = None
     about: str = ""
+    vision: dict[str, Any] = field(default_factory=dict)
     like: str | None = None
 
 
@@ -51,6 +53,7 @@ class KnownModel:
     repository: str
     script: str
     config: dict[str, Any]
+    vision: dict[str, Any]
 
 
 @cache
@@ -99,6 +102,7 @@ def models() -> dict[str, Model]:
             variants=entry.get("variants", {}),
             parameters=entry.get("parameters"),
             about=entry.get("about", ""),
+            vision=entry.get("vision", {}),
             like=entry.get("like"),
         )
     return found
@@ -139,7 +143,9 @@ def known_model(checkpoint: str) -> KnownModel | None:
 def known_config(checkpoint: str) -> dict[str, Any] | None:
     """The config of the published model named like ``checkpoint``, in Hugging Face vocabulary; see ``known_model``."""
     model = known_model(checkpoint)
-    return None if model is None else dict(model.config)
+    if model is None:
+        return None
+    return {**model.config, "vision_config": model.vision} if model.vision else dict(model.config)
 
 
 def quantization_by_name(checkpoint: str) -> str | None:
@@ -163,5 +169,5 @@ def _by_name() -> dict[str, KnownModel]:
     for model in models().values():
         for repository in (*model.repositories, *model.local_names, *model.variants):
             config = {**model.config, **model.variants.get(repository, {})}
-            found.setdefault(_base_name(repository), KnownModel(repository, model.script, config))
+            found.setdefault(_base_name(repository), KnownModel(repository, model.script, config, model.vision))
     return found

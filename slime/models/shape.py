@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.models import hf_fields
 from slime.models.facts import takes_images
+from slime.models.tower import Tower, tower_of
 
 if TYPE_CHECKING:
     from slime.arguments.args import Args
@@ -121,6 +122,7 @@ class ModelShape:
     experts: Experts | None = None
     linear: LinearAttention | None = None
     indexer: Indexer | None = None
+    tower: Tower | None = None
     mtp: int = 0
     remarks: tuple[str, ...] = ()
 
@@ -147,9 +149,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
-    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, and the indexer of sparse attention: their
-    ``--spec`` reads both from the checkpoint. ``args`` may come from another parser: a missing attribute counts as not
-    given. Raises ValueError when the model is not described.
+    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the indexer of sparse attention, and vision
+    towers: their ``--spec`` reads them from the checkpoint. ``args`` may come from another parser: a missing attribute
+    counts as not given. Raises ValueError when the model is not described.
     """
     missing = [name for name in DESCRIBED_BY if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
@@ -162,8 +164,9 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     experts = _experts(args)
     moe_layers = moe_layer_pattern(_get(args, "moe_layer_freq", 1), args.num_layers)
     indexer = _indexer(args, config, remarks)
-    if takes_images(_get(args, "spec")):
-        remarks.append("the vision tower, whole on every rank of the first pipeline stage, is not counted")
+    tower = tower_of(hf_config or {}) if takes_images(_get(args, "spec")) else None
+    if tower is None and takes_images(_get(args, "spec")):
+        remarks.append("the vision tower is not counted: no config.json has its sizes")
     selects = [indexer is not None] * int(args.num_layers)
     if indexer is not None and len(told := hf_fields.selecting_layers(dict(config))) == args.num_layers:
         selects = told
@@ -196,6 +199,7 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         experts=experts,
         linear=linear,
         indexer=indexer,
+        tower=tower,
         mtp=int(_get(args, "mtp_num_layers", 0)),
         remarks=tuple(remarks),
     )

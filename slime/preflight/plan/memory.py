@@ -22,7 +22,7 @@ from slime.models.facts import known_config
 from slime.models.megatron_flags import describe
 from slime.models.shape import ModelShape, shape_of
 from slime.preflight.plan.memory_engine import EngineMemory, engine_memory
-from slime.preflight.plan.memory_trainer import TrainerMemory, trainer_memory
+from slime.preflight.plan.memory_trainer import TrainerMemory, image_tokens, micro_batch_tokens, trainer_memory
 from slime.preflight.plan.model_size import ModelSize, model_size
 
 GIB = 2**30
@@ -210,6 +210,13 @@ def _remarks(args: Args, size: ModelSize, engines: Sequence[EnginesMemory]) -> l
         found.append("training in fp8 or fp4 is counted as 16 bits")
     if size.shape.experts is not None:
         found.append("experts are counted with an even load; the busiest rank may get more tokens")
+    if size.shape.tower is not None and not args.debug_rollout_only and args.num_rollout != 0:
+        tokens = micro_batch_tokens(args, size.parallel) * size.parallel.cp
+        images = image_tokens(args, tokens)
+        how = (
+            "by the lengths of prompts and samples" if images < tokens else "--rollout-max-prompt-len would limit them"
+        )
+        found.append(f"{images:,} of the {tokens:,} tokens of a micro-batch are counted as those of images ({how})")
     if args.balance_by_flops:
         found.append("--balance-by-flops may exceed the tokens of a micro-batch")
     for name in dict.fromkeys(group.engine.format.name for group in engines if not group.engine.format.known):

@@ -114,6 +114,10 @@ def _weights(args: Args, shape: ModelShape, sizes: EngineSizes, layout: WeightFo
     drafts = shape.mtp * (per_layer[shape.kinds[-1]] + 2 * shape.hidden**2 * layout.bytes_per_weight)
     rows = -(-shape.vocab_unpadded // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     matrix = rows * shape.hidden * layout.element
+    if shape.tower is not None:
+        whole = shape.tower.hidden * (shape.tower.patch_numbers + shape.tower.positions)
+        shared_by = 1 if args.sglang_mm_enable_dp_encoder else sizes.tp
+        layers += layout.element * (whole + (shape.tower.parameters - whole) / shared_by)
     # With data-parallel attention every rank embeds its own tokens.
     embedding = matrix / (1 if sizes.dp > 1 else sizes.tp)
     output = matrix / sizes.tp

@@ -68,7 +68,7 @@ def _trainer_lines(args: Args, size: ModelSize, trainer: TrainerMemory) -> list[
     of_adapters = " of the adapters" if args.lora_rank else ""
     held = f", {trainer.in_flight:g} micro-batches" if trainer.in_flight > 1 else ""
     explained = {
-        "parameters": f"{_billions(rank.total)} in {width}" + (" and adapters" if args.lora_rank else ""),
+        "parameters": f"{_billions(rank.total + rank.tower)} in {width}" + (" and adapters" if args.lora_rank else ""),
         "gradients": ("fp32" if gradient_size(args) == 4 else width) + of_adapters,
         "optimizer": f"{state_bytes(args):g} bytes per parameter{of_adapters}, {shared}",
         "activations": f"{trainer.tokens:,} tokens{held}, {recompute} recomputation",

@@ -109,8 +109,10 @@ def _stage_memory(args: Args, size: ModelSize, rank: RankSize) -> TrainerMemory:
     kept = kept_of(args, element)
     activations, recomputed = _activations(args, size, rank, tokens, kept)
     activations += element * _embedding_copy(args, size, rank)
+    of_images, one_layer = _tower(args, size, rank, tokens, kept)
+    activations, recomputed = activations + of_images, max(recomputed, one_layer)
     trained, frozen = _trained(args, size, rank)
-    parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen)
+    parameters = element * (trained.dense_buffer + trained.expert_buffer + frozen + rank.tower)
     if args.num_rollout == 0:
         return _weights_alone(args, rank.stage, parameters, _transfer(args, size, element))
     optimizer = int(state_bytes(args) * _shard(args, trained, parallel))
@@ -121,7 +123,7 @@ def _stage_memory(args: Args, size: ModelSize, rank: RankSize) -> TrainerMemory:
     copies = others + bool(others)  # the actor's own, while another plays
     # 16-bit parameters are written again from the optimizer's fp32 copy, unless it is the precision-aware optimizer's.
     rebuilt = element < 4 and not args.use_precision_aware_optimizer
-    offloaded_state = optimizer + (element * frozen if rebuilt else parameters)
+    offloaded_state = optimizer + (element * (frozen + rank.tower) if rebuilt else parameters)
     optimizer_on_host = int(_shard(args, trained, parallel) * _state_size(args) * _offloaded(args))
     copied = trained.total + (frozen if needs_teacher(args) else 0)  # another policy differs in what is trained alone
     return TrainerMemory(
@@ -264,6 +266,33 @@ def _activations(args: Args, size: ModelSize, rank: RankSize, tokens: int, kept:
         held += count * stored * tokens
         on_top = max(on_top, block * tokens)
     return int(held), int(on_top)
+
+
+def image_tokens(args: Args, tokens: int) -> int:
+    """Return how many of ``tokens`` are counted as those of images: the share of prompts in the longest sample.
+
+    All of them where no flag says how long prompts are.
+    """
+    longest, prompt = longest_sample(args), args.rollout_max_prompt_len
+    return min(tokens, -(-tokens * int(prompt) // longest)) if longest and prompt else tokens
+
+
+def _tower(args: Args, size: ModelSize, rank: RankSize, tokens: int, kept: Kept) -> tuple[int, int]:
+    """Return the bytes that a vision tower keeps, and those of one of its layers and the pixels on top of them.
+
+    It computes the images of the whole micro-batch, of all context-parallel ranks. A frozen one keeps the features that
+    enter decoder layers.
+    """
+    tower = size.shape.tower
+    if tower is None or not any(chunk.embedding for chunk in rank.chunks):
+        return 0, 0
+    images = image_tokens(args, tokens * size.parallel.cp)
+    patches = images * tower.merge**2
+    held = tower.deepstack * images * kept.element * tower.out
+    if args.train_vision_tower:
+        held += patches * tower.kept_bytes(kept.element, recomputed=kept.granularity == "full")
+    in_flight = _in_flight(args, size.parallel, rank.stage)[0]
+    return held * in_flight, patches * (FP32 * tower.patch_numbers + tower.layer_bytes(kept.element))
 
 
 def _chunk_bytes(size: ModelSize, chunk: Chunk, kept: Kept) -> tuple[float, float]:

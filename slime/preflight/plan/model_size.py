@@ -79,8 +79,8 @@ def pipeline_chunks(args: Args, layers: int, mtp: int, parallel: Parallel) -> tu
     return tuple(tuple(chunks[rank :: parallel.pp]) for rank in range(parallel.pp))
 
 
-Part = Literal["embedding", "attention", "dense MLP", "experts", "norms", "output"]
-PARTS: tuple[Part, ...] = ("embedding", "attention", "dense MLP", "experts", "norms", "output")
+Part = Literal["embedding", "attention", "dense MLP", "experts", "norms", "output", "vision tower"]
+PARTS: tuple[Part, ...] = ("embedding", "attention", "dense MLP", "experts", "norms", "output", "vision tower")
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ class RankSize:
 
     ``dense`` and ``expert`` are those whose gradients are reduced over the data x context-parallel ranks and over the
     expert-data-parallel ranks; the buffers count the elements of Megatron's flat buffers, which are padded.
-    ``largest`` is the largest single tensor.
+    ``largest`` is the largest single tensor. ``tower``: those of a frozen vision tower, which come on top.
     """
 
     stage: int
@@ -281,10 +281,11 @@ class RankSize:
     dense_buffer: int
     expert_buffer: int
     largest: int
+    tower: int = 0
 
     @property
     def total(self) -> int:
-        """All parameters of the rank."""
+        """All parameters of the rank, without a frozen vision tower."""
         return self.dense + self.expert
 
 
@@ -310,18 +311,27 @@ def model_size(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelS
     shape, parallel = shape_of(args, hf_config), parallel_of(args)
     chunks = pipeline_chunks(args, shape.layers, shape.mtp, parallel)
     whole = Chunk(range(shape.layers), embedding=True, output=True, mtp=shape.mtp)
-    weights = chunk_weights(shape, whole, vocab=shape.vocab_unpadded)
+    tower = _tower(shape)
+    weights = chunk_weights(shape, whole, vocab=shape.vocab_unpadded) + tower
+    trained, frozen = (tower, 0) if args.train_vision_tower else ([], shape.tower.parameters if shape.tower else 0)
     parts = _parts(weights, Parallel())
     ranks = tuple(
         _rank_size(
             stage,
             held,
-            [chunk_weights(shape, chunk, vocab=shape.vocab) for chunk in held],
+            [chunk_weights(shape, chunk, vocab=shape.vocab) + trained * chunk.embedding for chunk in held],
             parallel,
+            frozen * any(chunk.embedding for chunk in held),
         )
         for stage, held in enumerate(chunks)
     )
     return ModelSize(shape, parallel, parts, sum(parts.values()), _active(shape, weights), ranks)
+
+
+def _tower(shape: ModelShape) -> Weights:
+    """The vision tower is whole on every rank of the stage that embeds tokens."""
+    tensors = shape.tower.tensors() if shape.tower else []
+    return [(Weight("vision tower", numel, "none", count), 1) for numel, count in tensors]
 
 
 def _parts(weights: Weights, parallel: Parallel) -> dict[Part, int]:
@@ -336,11 +346,11 @@ def _active(shape: ModelShape, weights: Weights) -> int:
     return sum(
         weight.numel * layers * (top_k * weight.count // number if weight.split == "expert" else weight.count)
         for weight, layers in weights
-        if weight.part != "embedding" or not shape.untied
+        if weight.part != "vision tower" and (weight.part != "embedding" or not shape.untied)
     )
 
 
-def _rank_size(stage: int, chunks: tuple[Chunk, ...], held: list[Weights], parallel: Parallel) -> RankSize:
+def _rank_size(stage: int, chunks: tuple[Chunk, ...], held: list[Weights], parallel: Parallel, tower: int) -> RankSize:
     sizes = {"dense": 0, "expert": 0, "dense_buffer": 0, "expert_buffer": 0}
     largest = 0
     for weights in held:
@@ -355,7 +365,7 @@ def _rank_size(stage: int, chunks: tuple[Chunk, ...], held: list[Weights], paral
         sizes["dense_buffer"] += padded["dense"] + padded["tied"]
         sizes["expert_buffer"] += padded["expert"]
     parts = _parts([entry for weights in held for entry in weights], parallel)
-    return RankSize(stage=stage, chunks=chunks, parts=parts, largest=largest, **sizes)
+    return RankSize(stage=stage, chunks=chunks, parts=parts, largest=largest, tower=tower, **sizes)
 
 
 def _multiple(number: int, of: int) -> int:

@@ -95,8 +95,8 @@ def test_a_language_model_is_left_alone(tmp_path: Path) -> None:
     check(tmp_path, QWEN3_5, spec=LANGUAGE, mtp_num_layers=1)
 
 
-def test_the_plan_says_that_a_tower_is_not_counted() -> None:
+def test_the_plan_says_that_a_tower_of_unknown_sizes_is_not_counted() -> None:
     sizes = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
-    remark = "the vision tower, whole on every rank of the first pipeline stage, is not counted"
+    remark = "the vision tower is not counted: no config.json has its sizes"
     assert shape_of(run_args(spec=SPEC, **sizes)).remarks == (remark,)
     assert shape_of(run_args(spec=None, **sizes)).remarks == ()
