@@ -10,6 +10,7 @@ from slime.arguments.args import Args
 from slime.arguments.placement import EngineSizes
 from slime.models.facts import quantization_by_name
 from slime.models.shape import LayerKind, ModelShape
+from slime.models.tower import tower_of
 from slime.preflight.plan.memory_trainer import CONTEXT, longest_sample
 from slime.preflight.plan.model_size import Weight, layer_weights
 
@@ -90,7 +91,8 @@ def engine_memory(args: Args, shape: ModelShape, hf_config: Mapping[str, Any] | 
     sizes = EngineSizes(tp=max(1, int(args.rollout_num_gpus_per_engine) // pp), pp=pp, dp=dp)
     layout = weight_format(args, hf_config)
     drafts = bool(args.sglang_speculative_algorithm)
-    shape = replace(shape, mtp=max(shape.mtp, 1) if drafts else 0)
+    # An engine loads the tower of its checkpoint, also where the trainer trains the language model alone.
+    shape = replace(shape, mtp=max(shape.mtp, 1) if drafts else 0, tower=tower_of(hf_config or {}))
     return EngineMemory(
         sizes=sizes,
         format=layout,

@@ -83,8 +83,11 @@ def test_activations_of_a_trained_tower(recompute: tuple[Any, ...], layer: int) 
 
 
 def test_an_engine_holds_the_tower() -> None:
+    """Whether the trainer has it or not."""
     args, config = parsed(), known_config(NAME)
-    with_tower, without = (engine_memory(args, model_size(args, c).shape, c) for c in (config, {}))
+    trained, bare = (model_size(args, c).shape for c in (config, {}))
+    assert engine_memory(args, trained, config) == engine_memory(args, bare, config)
+    with_tower, without = (engine_memory(args, bare, c) for c in (config, {}))
     whole = 1152 * (1536 + 2304)  # the embeddings of patches and positions, on both GPUs
     assert with_tower.weights - without.weights == 2 * (whole + (TOWER - whole) / 2)
 
