@@ -49,7 +49,8 @@ def flops_of_shape(shape: ModelShape, *, mtp: bool = False) -> FlopsModel:
     section 2.2) has the projection of hidden state and embedding, a layer with softmax attention, and the output layer.
 
     Not counted: what is not a matrix product (norms, activations, rotary embeddings, softmax, the look-up of
-    embeddings), the indexer of sparse attention, and vision towers.
+    embeddings), the indexer of sparse attention, and vision towers, whose FLOPs depend on images
+    (``slime.models.tower``).
     """
     layers = list(shape.kinds)
     head = 2 * shape.hidden * shape.vocab

@@ -116,6 +116,30 @@ def test_images_and_their_places_matter(name: str, checkpoints: Any, references:
     torch.testing.assert_close(other[0][:start], expected[0][:start])
 
 
+SHARED = ("qwen3_vl", "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("shared")
+    checkpoints = {name: make_checkpoint(folder, name) for name in SHARED}
+    return run_distributed("tests.support.vision_families:shared", 1, {"checkpoints": checkpoints})[0]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_equal_images_are_computed_once(name: str, shared: dict[str, dict[str, Any]]) -> None:
+    """Of 24 + 24 + 2 x 24 + 16 patches those of three images, in both micro-batches; the tower's gradients are those of
+    all uses."""
+    plain, once = shared[f"all/{name}"], shared[f"distinct/{name}"]
+    assert (plain["patches"], once["patches"]) == ([112, 112], [64, 64])
+    torch.testing.assert_close(once["logits"], plain["logits"], atol=5e-5, rtol=0)
+    assert once["gradients"].keys() == plain["gradients"].keys()
+    total = torch.stack([gradient.norm() for gradient in plain["gradients"].values()]).norm()
+    for parameter, gradient in plain["gradients"].items():
+        error = (once["gradients"][parameter] - gradient).norm()
+        assert error < 2e-5 * gradient.norm() + 1e-7 * total, parameter
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("refused"), "qwen3_vl")

@@ -219,6 +219,38 @@ def logits_and_weights(
     }
 
 
+def shared(checkpoints: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """Return logits, gradients and patches that the tower was given, once with all images and once with distinct ones.
+
+    The first two samples have an image in common, which the second has twice; ``uses`` are numbered by hand.
+    """
+    from slime.backends.megatron_utils.state.parallel import unwrap
+
+    pack = samples(([(1, 4, 6), (1, 6, 4)], [(1, 4, 6), (1, 4, 6)], [(1, 4, 4)]))
+    first, second = pack.pixels[:2]
+    assert first is not None
+    assert second is not None
+    second[:24] = second[24:] = first[:24]
+    inputs = joined(pack)
+    kept = torch.cat([first, inputs["pixel_values"][-16:]])
+    once = {**inputs, "pixel_values": kept, "image_uses": torch.tensor([0, 1, 0, 0, 2])}
+    found = {}
+    for name, checkpoint in checkpoints.items():
+        args = model_args(checkpoint, *provider(name), *TRAINED)
+        args.use_distributed_optimizer = False
+        switch_layout(args)
+        for kind, given in (("all", inputs), ("distinct", once)):
+            model = loaded_model(args, checkpoint)  # hf_gradients overwrites its weights
+            patches: list[int] = []
+            tower: Any = unwrap(model[0]).tower
+            tower.register_forward_pre_hook(lambda _, given, patches=patches: patches.append(len(given[0])))
+            forward = run_pack(model, args, pack.tokens, **given)
+            assert forward is not None
+            gradients = dict(hf_gradients(model, args))
+            found[f"{kind}/{name}"] = {"logits": forward["logits"], "gradients": gradients, "patches": patches}
+    return found
+
+
 def refused(checkpoint: str) -> dict[str, str]:
     """Return the messages for packs whose image tokens are not those of their images."""
     args = model_args(checkpoint)

@@ -66,6 +66,47 @@ def place_images(
     return positions, features
 
 
+def distinct_images(pixels: Sequence[Tensor], grids: Sequence[Grid]) -> tuple[list[int], list[int]]:
+    """Return which images are the first of their kind, and for each image the place of its like among these.
+
+    Alike are images with the same grid and the same ``pixels``, number by number. Those of a group's samples are the
+    same tensor, which is not read.
+    """
+    firsts: list[int] = []
+    uses: list[int] = []
+    places: dict[tuple[int, ...], list[int]] = {}
+    for number, (image, grid) in enumerate(zip(pixels, grids, strict=True)):
+        known = places.setdefault(tuple(grid), [])
+        for place in known:
+            like = pixels[firsts[place]]
+            if like.data_ptr() == image.data_ptr() or torch.equal(like, image):
+                break
+        else:
+            place = len(firsts)
+            known.append(place)
+            firsts.append(number)
+        uses.append(place)
+    return firsts, uses
+
+
+def shared_features(grids: Sequence[Grid], uses: Sequence[int], merge: int) -> tuple[list[Grid], Tensor]:
+    """Return the grids of distinct images, and the feature of these for every feature of all images.
+
+    ``uses``: of ``distinct_images``.
+    """
+    shown: list[Grid] = []
+    starts: list[int] = []
+    found, end = [torch.zeros(0, dtype=torch.long)], 0
+    for place, grid in zip(uses, grids, strict=True):
+        count = num_tokens(grid, merge)
+        if place == len(shown):
+            shown.append(grid)
+            starts.append(end)
+            end += count
+        found.append(torch.arange(starts[place], starts[place] + count))
+    return shown, torch.cat(found)
+
+
 @dataclass(frozen=True)
 class Images:
     """Facts about images of a ``config.json``; ``deepstack``: how many decoder layers get features of inner layers.

@@ -10,7 +10,7 @@ state, and is neither saved nor pushed. With it, its parameters are ``visual.*``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,12 @@ from torch import Tensor
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.attention import sequence_lengths, undo_zigzag
 from slime.backends.megatron_utils.model.images import (
+    Grid,
     Images,
     MultimodalRotaryEmbedding,
     images_of,
     place_images,
+    shared_features,
 )
 from slime.backends.megatron_utils.model.provider import gpt_model, params_dtype
 from slime.backends.megatron_utils.weights.maps.vision import TOWER
@@ -107,13 +109,19 @@ def build_tower(args: Args, tower: type[PreTrainedModel]) -> torch.nn.Module:
             built.gradient_checkpointing_enable({"use_reentrant": False})
         return built
     built.requires_grad_(False)
+    load_tower(args, built)
+    return built.eval()
+
+
+@torch.no_grad()
+def load_tower(args: Args, tower: torch.nn.Module) -> None:
+    """Give ``tower`` the weights of ``--hf-checkpoint``."""
     family = model_family(args, args.hf_checkpoint)
-    with torch.no_grad(), HfCheckpoint(args.hf_checkpoint) as checkpoint:
-        for name, parameter in built.named_parameters():
+    with HfCheckpoint(args.hf_checkpoint) as checkpoint:
+        for name, parameter in tower.named_parameters():
             rule, place = family.find(TOWER + name)
             (source,) = rule.hf_names(None, None, place.block)
             parameter.copy_(checkpoint.tensor(source))
-    return built.eval()
 
 
 class VisionLanguageModel(GPTModel):
@@ -159,13 +167,15 @@ class VisionLanguageModel(GPTModel):
         packed_seq_params: PackedSeqParams | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        image_uses: Tensor | None = None,
         **keywords: Any,
     ) -> Tensor:
         """Return the logits [1, t, vocab_local] of packed sequences, on other stages than the last hidden states.
 
         ``pixel_values`` [patches, numbers of a patch] and ``image_grid_thw`` [images, 3] are those of all sequences,
-        in their order; None without images. ``position_ids`` are not read. Raises ValueError if image tokens and
-        images differ.
+        in their order; None without images. With ``image_uses`` [images] the pixels are those of distinct images,
+        and it has the place among them of each image. ``position_ids`` are not read. Raises ValueError if image tokens
+        and images differ.
         """
         if packed_seq_params is None:
             raise ValueError(f"{type(self).__name__} takes packed sequences only, and got none")
@@ -175,7 +185,10 @@ class VisionLanguageModel(GPTModel):
         positions, features = place_images(tokens, lengths, grids, self.images.token, self.images.merge)
         if self.pre_process:
             decoder_input = self.embedding(input_ids=input_ids, position_ids=None)
-            found = self._features(pixel_values, image_grid_thw)
+            if image_uses is not None:
+                grids, rows = shared_features(grids, image_uses.tolist(), self.images.merge)
+                features = torch.cat([rows, torch.tensor([-1])])[features]  # -1: text
+            found = self._features(pixel_values, grids)
             if found is not None:
                 own = self._own_rows(features.to(input_ids.device), lengths)
                 decoder_input = self._replaced(decoder_input, found, own, packed_seq_params)
@@ -207,25 +220,24 @@ class VisionLanguageModel(GPTModel):
             if rank * width <= placeholder < (rank + 1) * width:
                 logits.data[0, :, placeholder - rank * width] += penalty
 
-    def _features(self, pixels: Tensor | None, grids: Tensor | None) -> tuple[Tensor, ...] | None:
+    def _features(self, pixels: Tensor | None, grids: Sequence[Grid]) -> tuple[Tensor, ...] | None:
         """Return the features [n, hidden] for the embeddings, and those for each of the first layers; None without.
 
         A tower in training always runs, if only on one patch of an image that is nowhere: with overlapped reduction
         Megatron waits for the gradient of each of its weights in every micro-batch.
         """
         trains = self.trains_tower and torch.is_grad_enabled()
-        device = accelerator.current_device()
-        if grids is None or len(grids) == 0:
+        if not grids:
             if not trains:
                 return None
             side = self.images.merge
-            grids = torch.tensor([[1, side, side]], device=device)
-            pixels = torch.zeros(side * side, self.images.patch_numbers, device=device)
+            grids, pixels = [(1, side, side)], torch.zeros(side * side, self.images.patch_numbers)
         if pixels is None:
             raise ValueError(f"there are {len(grids)} images, but no pixel_values")
         weight = next(self.tower.parameters())
         with torch.set_grad_enabled(trains):
-            output = self.tower(pixels.to(weight.device, weight.dtype), grid_thw=grids.to(weight.device))
+            shapes = torch.tensor(grids, device=weight.device)
+            output = self.tower(pixels.to(weight.device, weight.dtype), grid_thw=shapes)
         return output.pooler_output, *(getattr(output, "deepstack_features", None) or ())
 
     def _own_rows(self, features: Tensor, lengths: list[int]) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slime.arguments.args import Args
-from slime.backends.megatron_utils.model.images import Images, images_of, place_images
+from slime.backends.megatron_utils.model.images import Images, distinct_images, images_of, place_images
 from slime.backends.megatron_utils.model.mtp_loss import MTPTargets
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import ResponseLayout
@@ -27,14 +27,15 @@ from slime.batching.ragged_tensor import RaggedTensor, as_lists
 from slime.batching.routed_experts import rows_of_samples
 from slime.batching.validate import IDS, OFFSETS, sample_namer
 from slime.models.facts import takes_images
+from slime.models.shape import model_shape
 from slime.utils.moved import moved
 
 RolloutData = dict[str, Any]
 
 # Whole-batch columns and schedule: they are not per sample even when their length happens to fit.
 _NOT_PER_SAMPLE = {"raw_reward", "global_batch_sizes", "num_microbatches", "micro_batch_indices", "partition"}
-PIXELS, GRIDS = "pixel_values", "image_grid_thw"
-"""The inputs of a model for images; only the first pipeline stage reads the first."""
+PIXELS, GRIDS, USES = "pixel_values", "image_grid_thw", "image_uses"
+"""The inputs of a model for images; only the first pipeline stage reads the first and the last."""
 # Columns with one value per response token that arrive in full length and are kept in the CP-local layout.
 _TOKEN_COLUMNS_TO_SLICE = ("rollout_log_probs", "teacher_log_probs")
 
@@ -223,8 +224,11 @@ def _select(column: RaggedTensor | Tensor | Sequence[Any], indices: list[int]) -
     return [column[i] for i in indices]
 
 
-def model_inputs(batch: dict[str, Any], *, pixels: bool = True) -> dict[str, Any]:
-    """Return the keyword arguments of the model's forward for ``batch``, those for images without ``pixels``."""
+def model_inputs(batch: dict[str, Any], *, pixels: bool = True, distinct: bool = False) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward for ``batch``, those for images without ``pixels``.
+
+    With ``distinct`` the pixels of equal images are there once.
+    """
     inputs: dict[str, Any] = {
         "input_ids": batch["tokens"],
         "position_ids": None,
@@ -237,10 +241,38 @@ def model_inputs(batch: dict[str, Any], *, pixels: bool = True) -> dict[str, Any
         for name, value in (sample or {}).items():
             if pixels or name != PIXELS:
                 given.setdefault(name, []).append(value)
+    if distinct and PIXELS in given:
+        images = _each_image(given[PIXELS], given[GRIDS])
+        firsts, uses = distinct_images(images, torch.cat(given[GRIDS]).tolist())
+        given[PIXELS], inputs[USES] = [images[first] for first in firsts], torch.tensor(uses)
     for name, values in given.items():
         tensors = [value.to(batch["tokens"].device) for value in values if torch.is_tensor(value)]
         inputs[name] = torch.cat(tensors) if len(tensors) == len(values) else values[-1]
     return inputs
+
+
+def _each_image(pixels: Sequence[Tensor], grids: Sequence[Tensor]) -> list[Tensor]:
+    """Return the pixels of every image of samples, views of the samples' ``pixels``."""
+    parts = zip(pixels, grids, strict=True)
+    return [image for rows, shapes in parts for image in rows.split(shapes.prod(1).tolist())]
+
+
+def tower_flops(args: Args, data: RolloutData) -> float:
+    """Return the FLOPs of one forward pass of the vision tower over this DP rank's images, 0 without a tower.
+
+    Equal images of a micro-batch are computed once.
+    """
+    column = data.get("multimodal_train_inputs") or []
+    tower = model_shape(args).tower if any(column) else None
+    if tower is None:
+        return 0.0
+    total = 0.0
+    for indices in data["micro_batch_indices"]:
+        given = [column[i] for i in indices if column[i]]
+        grids = [grid for inputs in given for grid in inputs[GRIDS].tolist()]
+        images = _each_image([inputs[PIXELS] for inputs in given], [inputs[GRIDS] for inputs in given])
+        total += tower.forward_flops(grids[first] for first in distinct_images(images, grids)[0])
+    return total
 
 
 def steps_of(data: RolloutData) -> list[list[list[int]]]:

@@ -61,7 +61,8 @@ def run_schedule(
 
     def forward_step(iterator: Iterator[LossBatch], chunk: torch.nn.Module, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
-        inputs = model_inputs(batch, pixels=getattr(unwrap(chunk), "takes_pixels", True))
+        takes_pixels = getattr(unwrap(chunk), "takes_pixels", None)  # None: a model that is not slime's
+        inputs = model_inputs(batch, pixels=takes_pixels is not False, distinct=bool(takes_pixels))
         if not forward_only and trains_mtp(args) and hasattr(unwrap(chunk), "mtp"):
             inputs["mtp_targets"] = batch.mtp_targets = mtp_targets(args, batch)
         batch.overwrite_logits = _needs_no_logits(chunk)

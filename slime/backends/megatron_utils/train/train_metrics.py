@@ -152,23 +152,28 @@ def train_step(args: Args, rollout_id: int, step_id: int, num_steps: int) -> int
     return rollout_id * max(num_steps, -(-samples // args.global_batch_size)) + step_id
 
 
-def log_perf(args: Args, rollout_id: int, shard_lengths: list[int], prefix: str = "") -> dict[str, float]:
+def log_perf(
+    args: Args, rollout_id: int, shard_lengths: list[int], prefix: str = "", *, of_towers: float = 0.0
+) -> dict[str, float]:
     """Log and return ``perf/<prefix>*``: seconds by timer, tokens and TFLOP/s per device, share of time waited.
 
-    ``shard_lengths`` are the total lengths of this DP rank's samples. Collective over DP x CP on the last stage.
+    ``shard_lengths`` are the total lengths of this DP rank's samples, ``of_towers`` the FLOPs of a forward pass of the
+    vision tower over their images. Collective over DP x CP on the last stage.
     """
     before = f"perf/{prefix}"
     metrics = drain_metrics(before)
     if not is_last_stage():
         return metrics
-    lengths = [
-        length for part in all_gather_objects(shard_lengths if context_parallel().rank == 0 else []) for length in part
-    ]
+    parts = all_gather_objects((shard_lengths, of_towers) if context_parallel().rank == 0 else ([], 0.0))
+    lengths = [length for part, _ in parts for length in part]
+    of_towers = sum(flops for _, flops in parts)
     tera = dist.get_world_size() * 1e12
     for name, passes in FORWARD_PASSES.items():
         if seconds := metrics.get(f"{before}{name}_time"):
             with_mtp = args.enable_mtp_training and name == "actor_train"  # other passes leave the MTP layers out
-            metrics[f"{before}{name}_tflops"] = passes * forward_flops(args, lengths, mtp=with_mtp) / tera / seconds
+            flops = passes * forward_flops(args, lengths, mtp=with_mtp)
+            flops += (passes if args.train_vision_tower else 1) * of_towers  # a frozen one has no backward pass
+            metrics[f"{before}{name}_tflops"] = flops / tera / seconds
     for name in ("actor_train", "critic_train"):
         if seconds := metrics.get(f"{before}{name}_time"):
             metrics[f"{before}{name}_tok_per_s"] = sum(lengths) / seconds

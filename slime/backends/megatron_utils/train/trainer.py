@@ -28,12 +28,13 @@ from slime.backends.megatron_utils.state.optimizer import build_optimizer, build
 from slime.backends.megatron_utils.state.parallel import (
     context_parallel,
     data_parallel,
+    is_last_stage,
     pipeline_parallel,
     tensor_parallel,
 )
 from slime.backends.megatron_utils.train.balancing import build_balancing
 from slime.backends.megatron_utils.train.cp_utils import all_gather_with_cp
-from slime.backends.megatron_utils.train.data import RolloutData, prepare_rollout_data
+from slime.backends.megatron_utils.train.data import RolloutData, prepare_rollout_data, tower_flops
 from slime.backends.megatron_utils.train.hooks import TrainerHooks, load_trainer_hooks
 from slime.backends.megatron_utils.train.logprob_passes import ACTOR, REFERENCE, LogProbPasses, forward_only
 from slime.backends.megatron_utils.train.loss import compute_advantages_and_returns
@@ -279,7 +280,8 @@ class MegatronTrainer:
             check_steps(self.args, rollout_id, steps, role=self.role)
             self._after_steps(rollout_id, data)
         log_train_metrics(self.args, rollout_id, steps, prefix=self.metric_prefix)
-        log_perf(self.args, rollout_id, data["total_lengths"], prefix=self.metric_prefix)
+        of_towers = tower_flops(self.args, data) if is_last_stage() else 0.0
+        log_perf(self.args, rollout_id, data["total_lengths"], prefix=self.metric_prefix, of_towers=of_towers)
         self._profiling.trained()
         copies = self._backup.host_bytes
         on_host, self._offloaded_bytes = self._offloaded_bytes, 0

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from slime.backends.megatron_utils.model.images import (
     MultimodalRotaryEmbedding,
+    distinct_images,
     images_of,
     num_tokens,
     place_images,
+    shared_features,
 )
 from slime.models import hf_fields
 
@@ -89,6 +91,44 @@ def test_neighbors_are_images_of_their_own() -> None:
     positions, features = place_images(torch.tensor([7, *[IMAGE] * 3, 8]), [5], [(1, 2, 2), (1, 4, 2)], IMAGE, MERGE)
     assert positions.tolist() == [[0, 1, 2, 2, 4], [0, 1, 2, 3, 4], [0, 1, 2, 2, 4]]
     assert features.tolist() == [-1, 0, 1, 2, -1]
+
+
+def test_equal_images_are_found_by_tensor_and_by_value() -> None:
+    a, b = torch.rand(24, 3), torch.rand(24, 3)
+    nearly = a.clone()
+    nearly[-1, -1] += 1e-7
+    images = [a, b, a, a.clone(), nearly, b[:], a]
+    assert not torch.equal(nearly, a)
+    assert distinct_images(images, [(1, 4, 6)] * 7) == ([0, 1, 4], [0, 1, 0, 0, 2, 1, 0])
+
+
+def test_the_same_patches_of_another_grid_are_another_image() -> None:
+    a = torch.rand(24, 3)
+    assert distinct_images([a, a, a], [(1, 4, 6), (1, 6, 4), (1, 4, 6)]) == ([0, 1], [0, 1, 0])
+    assert distinct_images([], []) == ([], [])
+
+
+def test_what_is_not_a_number_is_equal_to_its_own_tensor_alone() -> None:
+    a = torch.full((4, 3), torch.nan)
+    assert distinct_images([a, a.clone(), a], [(1, 2, 2)] * 3) == ([0, 1], [0, 1, 0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), grid), max_size=8))
+def test_features_of_distinct_images_are_those_of_all(chosen: list[tuple[int, tuple[int, int, int]]]) -> None:
+    """A feature here is the number of its image and its place in that."""
+    pixels = [torch.full((g[0] * g[1] * g[2], 1), float(value)) for value, g in chosen]
+    grids = [g for _, g in chosen]
+    firsts, uses = distinct_images(pixels, grids)
+    assert len(firsts) == len(set(chosen))
+
+    def features(images: Any) -> list[Any]:
+        return [(value, g, i) for value, g in images for i in range(num_tokens(g, MERGE))]
+
+    shown, rows = shared_features(grids, uses, MERGE)
+    assert shown == [chosen[first][1] for first in firsts]
+    of_distinct = features([chosen[first] for first in firsts])
+    assert [of_distinct[row] for row in rows.tolist()] == features(chosen)
 
 
 @pytest.mark.parametrize("sections", [(4, 2, 2), (2, 3, 3), (3, 3, 2)])

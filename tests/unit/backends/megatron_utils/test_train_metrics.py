@@ -99,3 +99,18 @@ def test_context_parallel_ranks_together_have_the_same_means(monkeypatch: pytest
     assert len(parts) == 4
     for name, mean in whole.items():
         assert found[name] == pytest.approx(mean), name
+
+
+@pytest.mark.parametrize(("trains", "tflops"), [(False, (18 + 6) / 8), (True, (18 + 18) / 8)])
+def test_a_frozen_tower_has_no_backward_pass(trains: bool, tflops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """6 TFLOPs of the language model and 6 of the tower, of two data-parallel ranks with one device each."""
+    times = {"perf/log_probs_time": 2.0, "perf/actor_train_time": 4.0}
+    monkeypatch.setattr(reporting, "drain_metrics", lambda before: dict(times))
+    monkeypatch.setattr(reporting, "is_last_stage", lambda: True)
+    monkeypatch.setattr(reporting, "is_main_rank", lambda: False)
+    monkeypatch.setattr(reporting, "all_gather_objects", lambda part: [part, ([3], 5e12)])
+    monkeypatch.setattr(reporting.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(reporting, "forward_flops", lambda args, lengths, mtp: 1e12 * sum(lengths))
+    found = reporting.log_perf(run_args(train_vision_tower=trains), 0, [1, 2], of_towers=1e12)
+    assert found["perf/log_probs_tflops"] == pytest.approx((6 + 6) / 4)
+    assert found["perf/actor_train_tflops"] == pytest.approx(tflops)
