@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -122,6 +123,46 @@ def test_a_run_with_a_trained_tower_continues_from_its_checkpoint(resumed: list[
 
 def test_a_run_that_freezes_the_tower_refuses_the_checkpoint_of_one_that_trains_it(resumed: Any) -> None:
     assert "has a trained vision tower, and this run would take that of --hf-checkpoint" in resumed[-1]["frozen"]
+
+
+@pytest.fixture(scope="module")
+def without_tower(
+    checkpoint: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the weights of two checkpoints of other values, and what runs make of them."""
+    from safetensors.torch import load_file
+
+    from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dist
+
+    folder = tmp_path_factory.mktemp("without")
+    other = make_checkpoint(folder, NAME, seed=5, num_hidden_layers=8)
+    to_torch_dist(Path(checkpoint), folder / "converted")
+    arguments = {
+        "checkpoint": checkpoint, "other": other, "converted": str(folder / "converted"), "save": str(folder / "save"),
+    }  # fmt: skip
+    (found,) = run_distributed("tests.support.vision_ranks:without_tower", 1, arguments)
+    first, second = (load_file(Path(path) / "model.safetensors") for path in (checkpoint, other))
+    return first, second, found
+
+
+@pytest.mark.parametrize("kind", ["converted", "saved"])
+def test_a_checkpoint_without_a_tower_is_trained_with_that_of_hf_checkpoint(kind: str, without_tower: Any) -> None:
+    first, second, found = without_tower
+    expected = {name: second[name] if is_tower(name) else tensor for name, tensor in first.items()}
+    assert found[kind].keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[kind][name], expected[name])] == []
+    bare = found["converted, frozen"]
+    assert bare.keys() == {name for name in first if not is_tower(name)}
+    assert all(torch.equal(tensor, first[name]) for name, tensor in bare.items())
+
+
+def test_a_run_that_begins_to_train_its_tower_continues_without_optimizer_state(without_tower: Any) -> None:
+    _, _, found = without_tower
+    assert "has no vision tower, and no optimizer state of one" in found["refused"]
+    assert "--no-load-optim" in found["refused"]
+    assert found["next rollout"] == 1
+    tower = [name for name in found["saved"] if is_tower(name)]
+    assert [name for name in tower if torch.equal(found["saved"][name], found["trained"][name])] == []
 
 
 def test_in_bf16_the_frequencies_of_a_tower_stay_exact(checkpoint: str) -> None:

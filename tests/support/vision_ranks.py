@@ -113,6 +113,27 @@ def saved(checkpoint: str, save: str, layouts: list[dict[str, Any]]) -> list[dic
     return results
 
 
+def without_tower(checkpoint: str, other: str, converted: str, save: str) -> dict[str, Any]:
+    """Load checkpoints without a tower into runs that train it, built with the values of ``other``.
+
+    Return the weights after loading the ``converted`` one, and that of a run that left the tower frozen; and what is
+    said where optimizer state is asked for.
+    """
+    trains = {"train_vision_tower": True}
+    trainer, _ = new_trainer(other, load=converted, no_load_optim=True, **trains)
+    found: dict[str, Any] = {"converted": hf_weights(trainer.model, trainer.args)}
+    trainer, _ = new_trainer(other, load=converted, no_load_optim=True)
+    found["converted, frozen"] = hf_weights(trainer.model, trainer.args)
+    frozen, _ = new_trainer(checkpoint, save=save)
+    frozen.save(0, force_sync=True)
+    found["refused"] = error_of(lambda: new_trainer(other, load=save, **trains))
+    trainer, found["next rollout"] = new_trainer(other, load=save, no_load_optim=True, **trains)
+    found["saved"] = hf_weights(trainer.model, trainer.args)
+    train_once(trainer, 1, image_train_data())
+    found["trained"] = hf_weights(trainer.model, trainer.args)
+    return found
+
+
 def _second(trainer: Any, data: dict[str, Any]) -> dict[str, Any]:
     steps = train_once(trainer, 1, data)["steps"]
     return {"steps": steps, "weights": hf_weights(trainer.model, trainer.args)}

@@ -45,7 +45,7 @@ from slime.backends.megatron_utils.checkpoints.random_states import (
     saved_layout,
 )
 from slime.backends.megatron_utils.checkpoints.retention import remove_outdated
-from slime.backends.megatron_utils.checkpoints.torch_dist import check_tower, rename_to_stored, take_unstored_states
+from slime.backends.megatron_utils.checkpoints.torch_dist import lacks_tower, rename_to_stored, take_unstored
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
     check_optimizers,
@@ -58,6 +58,7 @@ from slime.backends.megatron_utils.state.parallel import (
     all_gather_objects,
     data_parallel,
     gather_from_world,
+    unwrap,
 )
 from slime.utils import digests
 from slime.utils.distributed_utils import control_group
@@ -194,7 +195,7 @@ def load_checkpoint(
     with_rng = not finetune and not args.no_load_rng and saved_layout(common) == layout()
     if form == TORCH_DIST:
         loaded = _load_sharded(
-            state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng, without=without
+            args, state, common, directory, with_optimizer=with_optimizer, with_rng=with_rng, without=without
         )
     else:
         loaded = common
@@ -242,6 +243,7 @@ def _restore_optimizer(
 
 
 def _load_sharded(
+    args: Args,
     state: TrainerState,
     common: dict[str, Any],
     directory: Path,
@@ -263,9 +265,14 @@ def _load_sharded(
     try:
         with _naming_damage(directory):
             stored = FileSystemReader(directory).read_metadata().state_dict_metadata.keys()
-            check_tower(state.model, stored, directory)
+            without_tower = lacks_tower(state.model, stored, directory, with_optimizer=with_optimizer)
+            if without_tower:
+                _take_tower_of_hf(args, state.model, directory)
             renamed = rename_to_stored(request, stored)
-            own = {name: take_unstored_states(request[name], stored) for name, _ in _named_chunks(state.model)}
+            own = {
+                name: take_unstored(request[name], stored, tower=without_tower)
+                for name, _ in _named_chunks(state.model)
+            }
             loaded: dict[str, Any] = dist_checkpointing.load(request, str(directory))
             for name, states in own.items():
                 loaded[name].update(states)
@@ -282,6 +289,15 @@ def _load_sharded(
             "%s has the names of other layers (TransformerEngine's, or Megatron's own): %d", directory, len(renamed)
         )
     return loaded
+
+
+def _take_tower_of_hf(args: Args, model: Sequence[torch.nn.Module], directory: Path) -> None:
+    from slime.backends.megatron_utils.model.vision import load_tower
+
+    for tower in (getattr(unwrap(chunk), "tower", None) for chunk in model):
+        if tower is not None:
+            logger.info("%s has no vision tower: it is that of %s", directory, args.hf_checkpoint)
+            load_tower(args, tower)
 
 
 @contextlib.contextmanager

@@ -226,12 +226,14 @@ def rename_to_stored(request: dict[str, Any], stored: Collection[str]) -> list[s
     return renamed
 
 
-def take_unstored_states(request: dict[str, Any], stored: Collection[str]) -> dict[str, Any]:
-    """Take the states beside weights that a checkpoint lacks out of a model's request; return what they are now.
+def take_unstored(request: dict[str, Any], stored: Collection[str], *, tower: bool) -> dict[str, Any]:
+    """Take out of a model's request what a checkpoint lacks; return what it is now.
 
-    TransformerEngine's layers have some, empty without FP8, that Megatron's own do not write.
+    That are states beside weights, of which TransformerEngine's layers have some, empty without FP8, that Megatron's
+    own do not write; with ``tower`` the weights of the vision tower, too.
     """
     absent = [key for key, part in request.items() if key.endswith("_extra_state") and part.unique_key not in stored]
+    absent += [key for key in request if tower and key.startswith(TOWER)]
     return {key: request.pop(key).data for key in absent}
 
 
@@ -245,19 +247,25 @@ def _sharded(part: object) -> Iterator[Any]:
         yield part
 
 
-def check_tower(model: Sequence[torch.nn.Module], stored: Collection[str], directory: Path) -> None:
-    """Compare the names ``stored`` in a checkpoint with the model. Raises ValueError if only one trains its tower."""
+def lacks_tower(
+    model: Sequence[torch.nn.Module], stored: Collection[str], directory: Path, *, with_optimizer: bool
+) -> bool:
+    """Return True if the model trains its vision tower and a checkpoint, with the names ``stored``, has none.
+
+    Raises ValueError if the optimizer state of one is needed then, or if the tower of a checkpoint would be left out.
+    """
     trains = getattr(unwrap(model[0]), "trains_tower", None)
     if trains is None:  # a model without images
-        return
+        return False
     is_stored = any(name.startswith(TOWER) for name in stored)
     if is_stored and not trains:
         raise ValueError(
             f"checkpoint {directory} has a trained vision tower, and this run would take that of --hf-checkpoint: add "
             "--train-vision-tower, or export the checkpoint and give that as --hf-checkpoint"
         )
-    if trains and not is_stored:
+    if trains and not is_stored and with_optimizer:
         raise ValueError(
-            f"checkpoint {directory} has no vision tower: its run left that of its --hf-checkpoint as it was. To train "
-            "it from now on, export the checkpoint and give that as --load, a fresh start"
+            f"checkpoint {directory} has no vision tower, and no optimizer state of one: its run left that of its "
+            "--hf-checkpoint as it was. To train that from now on, take the weights alone with --no-load-optim"
         )
+    return bool(trains and not is_stored)
