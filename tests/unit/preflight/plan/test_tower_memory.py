@@ -83,7 +83,7 @@ def test_activations_of_a_trained_tower(recompute: tuple[Any, ...], layer: int) 
 
 
 def test_an_engine_holds_the_tower() -> None:
-    """Whether the trainer has it or not."""
+    """The trainer may have it or not."""
     args, config = parsed(), known_config(NAME)
     trained, bare = (model_size(args, c).shape for c in (config, {}))
     assert engine_memory(args, trained, config) == engine_memory(args, bare, config)
