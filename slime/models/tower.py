@@ -117,7 +117,7 @@ def tower_of(config: Mapping[str, Any]) -> Tower | None:
         out=int(vision["out_hidden_size"]),
         patch_numbers=channels * int(vision.get("temporal_patch_size", 2)) * side**2,
         merge=merge,
-        positions=0 if whole is not None else int(positions),
+        positions=0 if whole is not None else int(positions or 0),
         deepstack=len(vision.get("deepstack_visual_indexes") or ()) if whole is None else 0,
         gated=whole is not None,
         whole_layers=len(whole or ()),
