@@ -78,6 +78,8 @@ def is_public(address: str) -> bool:
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
         if inner is not None:
             return is_public(str(inner))
+        if ip not in ipaddress.ip_network("2000::/3"):  # all others are local, or IPv4 in forms that are out of use
+            return False
     return ip.is_global and not ip.is_multicast
 
 
