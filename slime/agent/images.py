@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slime.utils.image_tokens import PIXELS_OF_PROCESSOR, PROMPT_IMAGES, Reader, image_lengths, placeholder
-from slime.utils.images import ImageError, open_image
+from slime.utils.images import ImageError, open_image, reopen_image
 from slime.utils.processing_utils import encode_image_for_rollout_engine, expanded_length
 from slime.utils.types import Sample
 
@@ -89,7 +89,7 @@ class SessionImages:
                 continue
             for digest in digests:
                 if digest not in opened:
-                    opened[digest] = open_image(self.seen[digest].png)
+                    opened[digest] = reopen_image(self.seen[digest].png)
             sample.multimodal_inputs = {"images": [opened[digest] for digest in digests]}
             setattr(sample, PROMPT_IMAGES, 0)
             setattr(sample, PIXELS_OF_PROCESSOR, True)

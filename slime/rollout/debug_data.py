@@ -131,8 +131,8 @@ def _plain_key(key: object) -> Any:
 def _restore(value: object) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_IMAGE}:
-            from slime.utils.images import open_image
+            from slime.utils.images import reopen_image
 
-            return open_image(value[_IMAGE])
+            return reopen_image(value[_IMAGE])
         return {key: _restore(item) for key, item in value.items()}
     return [_restore(item) for item in value] if isinstance(value, list) else value

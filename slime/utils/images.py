@@ -22,6 +22,8 @@ MAX_PIXELS = 64_000_000
 MAX_RATIO = 200
 """Longer side over shorter: processors of Qwen's models refuse more."""
 FETCH_DEADLINE_S = 20.0
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Of encoded images. PIL reads others, of which one starts a program (EPS), and some state a wrong size first."""
 
 
 class ImageError(ValueError):
@@ -30,7 +32,7 @@ class ImageError(ValueError):
 
 def open_image(image: object, *, local_files: bool = True) -> Any:
     """Return an image in RGB, from whatever form it has: a PIL image, bytes, ``{"bytes": ..}`` or ``{"path": ..}``, a
-    ``data:`` URL, an address or a path. What is an image of PIL or an array already is returned as it is.
+    ``data:`` URL, an address or a path. An image of PIL, if it is not too large, and an array are returned as they are.
 
     Addresses are fetched from public hosts alone; see :func:`slime.utils.remote_file.fetch`. With ``local_files``
     False, for what others send, paths are refused. Raises ImageError for one that is missing, broken or too large.
@@ -44,19 +46,28 @@ def open_image(image: object, *, local_files: bool = True) -> Any:
     elif image is None:
         raise ImageError("an image holds neither bytes nor a path")
     else:
+        if hasattr(image, "convert") and type(image).__module__.partition(".")[0] == "PIL":
+            check_size(*image.size, "an image")
         return image
+    if len(encoded) > MAX_BYTES:
+        raise ImageError(f"{name} has {len(encoded)} bytes; images may have {MAX_BYTES}")
     return decode(encoded, name)
+
+
+def reopen_image(url: str) -> Any:
+    """Return the image of a ``data:`` URL that ``encode_image_for_rollout_engine`` made: a PNG may have more bytes than
+    the file that it was read from, so only the limit of pixels holds."""
+    return decode(_of_data_url(url, f"{url:.80}", limit=None), f"{url:.80}")
 
 
 def decode(encoded: bytes, name: str) -> PIL.Image.Image:
     """Return the image in RGB. Raises ImageError that begins with ``name``."""
     from PIL import Image
 
-    if len(encoded) > MAX_BYTES:
-        raise ImageError(f"{name} has {len(encoded)} bytes; images may have {MAX_BYTES}")
+    Image.init()
     try:
         # the size is in the file's head: what is too large is never decoded. PIL's own limit is a warning first.
-        with Image.open(io.BytesIO(encoded)) as opened:
+        with Image.open(io.BytesIO(encoded), formats=[one for one in FORMATS if one in Image.OPEN]) as opened:
             check_size(*opened.size, name)
             return opened.convert("RGB")
     except ImageError:
@@ -76,7 +87,7 @@ def check_size(width: int, height: int, name: str) -> None:
 def _bytes_at(place: str, local_files: bool) -> bytes:
     name = f"{place:.80}"
     if place.startswith("data:"):
-        return _of_data_url(place, name)
+        return _of_data_url(place, name, limit=MAX_BYTES)
     if place.startswith(("http://", "https://")):
         try:
             return fetch(place, MAX_BYTES, FETCH_DEADLINE_S)
@@ -95,12 +106,12 @@ def _bytes_at(place: str, local_files: bool) -> bytes:
         raise ImageError(f"{name} cannot be read: {getattr(e, 'strerror', None) or e}") from e
 
 
-def _of_data_url(url: str, name: str) -> bytes:
+def _of_data_url(url: str, name: str, limit: int | None) -> bytes:
     head, comma, data = url.partition(",")
     if not comma:
         raise ImageError(f"{name} is no data: URL: it has no comma")
-    if len(data) > MAX_BYTES * 4 // 3 + 4:
-        raise ImageError(f"{name} has {len(data)} characters; images may have {MAX_BYTES} bytes")
+    if limit is not None and len(data) > limit * 4 // 3 + 4:
+        raise ImageError(f"{name} has {len(data)} characters; images may have {limit} bytes")
     if not head.endswith(";base64"):
         return unquote_to_bytes(data)
     try:

@@ -15,7 +15,7 @@ from slime.servers.http_client import HttpClient, HttpRequestError
 from slime.servers.key_file import key_for
 from slime.utils.async_utils import run
 from slime.utils.image_tokens import PIXELS_OF_PROCESSOR
-from slime.utils.images import open_image
+from slime.utils.images import reopen_image
 from slime.utils.mask_utils import MultiTurnLossMaskGenerator, get_response_lengths
 from slime.utils.moved import also_named
 from slime.utils.network import join_address
@@ -317,7 +317,7 @@ def _trajectory(
             if record.get(name) is not None:
                 setattr(sample, name, record[name])
         if record.get("images"):
-            images = [open_image(image, local_files=False) for image in record["images"]]
+            images = [reopen_image(image) for image in record["images"]]
             sample.multimodal_inputs = {"images": images}
             setattr(sample, PIXELS_OF_PROCESSOR, True)  # what the trainer gets of them is made before it trains
         samples.append(sample)

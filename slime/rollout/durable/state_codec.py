@@ -177,9 +177,9 @@ def decode_value(value: object) -> Any:
         array = np.frombuffer(base64.b64decode(data), dtype).reshape(shape).astype(value.get("as", dtype))
         return _to_tensor(array, value["torch"]) if "torch" in value else array
     if "__image__" in value:
-        from slime.utils.images import open_image
+        from slime.utils.images import reopen_image
 
-        return open_image(value["__image__"])
+        return reopen_image(value["__image__"])
     return {key: decode_value(item) for key, item in value.items()}
 
 

@@ -23,6 +23,12 @@ def png(width: int = 2, height: int = 1) -> bytes:
     return buffer.getvalue()
 
 
+def eps() -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (2, 1)).save(buffer, format="EPS")
+    return buffer.getvalue()
+
+
 def bomb(width: int, height: int) -> bytes:
     """A PNG whose head says ``width`` x ``height``; the little that follows would be that much when it is decoded."""
 
@@ -57,6 +63,8 @@ def url(data: bytes) -> str:
         (bomb(9000, 9000), "has 9000 x 9000 pixels; images may have 64000000"),
         (bomb(2000, 2), "is 2000 x 2: one side may be 200 times the other"),
         ("ftp://a.example/b.png", "cannot be read"),
+        (eps(), "is no image that can be read: UnidentifiedImageError"),  # PIL has Ghostscript run what it says
+        (Image.new("L", (402, 2)), "an image is 402 x 2: one side may be 200 times the other"),
     ],
 )
 def test_what_is_no_image(image, message):
