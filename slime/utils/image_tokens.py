@@ -24,6 +24,10 @@ MOST_PIXELS = 80_000_000
 T = TypeVar("T")
 
 
+class PlacesError(ValueError):
+    """A text with more or fewer placeholders than it has images."""
+
+
 class Reader(Protocol):
     """An object with the tokenizer and the processor of a checkpoint."""
 
@@ -110,9 +114,14 @@ def without_placeholders(payload: Mapping[str, Any], ids: Sequence[int]) -> dict
 
 def expanded(reader: Reader, text: str, inputs: Mapping[str, Any] | None) -> tuple[list[int], dict[str, Any]]:
     """Return the ids of ``text``, with as many placeholders for each image as it has features, and the trainer's
-    tensors, which samples share."""
+    tensors, which samples share. Raises PlacesError unless ``text`` has a placeholder for each image."""
     inputs = dict(inputs or {})
     images = list(inputs.get("images") or [])
+    if not images:
+        inputs.pop("images", None)  # processors take no empty list
+    token = getattr(reader.processor, "image_token", None)
+    if isinstance(token, str) and (places := text.count(token)) != len(images):
+        raise PlacesError(f"a text has {places} times {token}, the placeholder of images, and {len(images)} images")
 
     def make() -> tuple[list[int], dict[str, Any]]:
         outputs = reader.processor(text=text, **build_processor_kwargs(inputs))

@@ -43,6 +43,7 @@ class Processor:
 
     def __call__(self, text: str, images: Any = None, videos: Any = None, **kwargs: Any) -> dict[str, Any]:
         assert kwargs["images_kwargs"]["return_tensors"] == "pt"
+        assert images is None or len(images) > 0  # as transformers' processors
         images = list(images or [])
         assert text.count(PAD) == len(images)
         pieces, rows, grids = text.split(PAD), [], []

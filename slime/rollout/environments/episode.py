@@ -26,7 +26,7 @@ from slime.rollout.outages import AwaitedService, is_of_service, with_users_line
 from slime.rollout.requests.generate_request import tokens_left
 from slime.rollout.requests.images import add_images, images_of, set_train_inputs
 from slime.utils.chat_messages import has_media, media_messages
-from slime.utils.image_tokens import WithImages
+from slime.utils.image_tokens import PlacesError, WithImages
 from slime.utils.misc import load_function
 from slime.utils.processing_utils import process_vision_info
 from slime.utils.types import Sample
@@ -164,7 +164,11 @@ class Episode:
                 break
             found = await self._call("format_observation", environment.format_observation, step.observation)
             seen, images = await self._show("format_observation", [found] if isinstance(found, dict) else found)
-            ids, text = await self._tokenized(turns.observe, action, tokens, seen)
+            try:
+                ids, text = await self._tokenized(turns.observe, action, tokens, seen)
+            except PlacesError as e:  # a tool may answer what the model, or a page of the web, has written
+                reason = f"{self.entry.name}.format_observation.{type(e).__name__}"
+                raise EnvironmentFailure(reason, f"environment {self.entry.name!r}, format_observation: {e}") from e
             left = tokens_left(args, sample, sampling_params, self.evaluation)
             if len(ids) >= left:  # no room for another turn
                 break

@@ -112,12 +112,14 @@ def set_train_inputs(sample: Sample, inputs: dict[str, Any]) -> None:
     sample.multimodal_train_inputs = inputs or None
     if inputs:
         setattr(sample, PIXELS_OF_PROCESSOR, True)
+    else:  # of a response that is made again
+        sample.__dict__.pop(PIXELS_OF_PROCESSOR, None)
 
 
 def complete(samples: Iterable[Sample], state: Callable[[], Any]) -> None:
     """Make again what state files leave out of samples with images. ``state`` is called when it is needed."""
     for sample in samples:
         if sample.multimodal_train_inputs is None and PIXELS_OF_PROCESSOR in sample.__dict__:
-            reader, images = state(), images_of(sample)
-            text = placeholder(reader) * len(images)
+            reader = state()
+            text = placeholder(reader) * len(images_of(sample))
             _, sample.multimodal_train_inputs = expanded(reader, text, sample.multimodal_inputs)

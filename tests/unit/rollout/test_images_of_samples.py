@@ -17,8 +17,8 @@ from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.groups import without_response
 from slime.rollout.requests.generate_request import append_output, generate_payload, prompt_token_ids
 from slime.rollout.requests.images import add_images, complete, prepare
-from slime.utils import image_tokens
-from slime.utils.image_tokens import FORBIDDEN, WithImages, collapsed, expanded, joined
+from slime.utils import image_tokens, images
+from slime.utils.image_tokens import FORBIDDEN, PlacesError, WithImages, collapsed, expanded, joined
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.vision import PAD, PATCH, Processor, VisionTokenizer
@@ -124,7 +124,17 @@ def test_a_sample_without_images_gets_one(state):
     _, inputs = expanded(state, PAD, {"images": [picture(1, 2)]})
     add_images(sample, [picture(1, 2)], inputs)
     assert len(sample.multimodal_train_inputs["pixel_values"]) == 2
-    assert without_response(sample).multimodal_inputs == {"images": []}
+    again = without_response(sample)
+    assert again.multimodal_inputs == {"images": []}
+    again.tokens = prompt_token_ids(state, again)
+    complete([again], None)
+    assert again.multimodal_train_inputs is None
+
+
+def test_texts_must_have_a_placeholder_for_each_image(state):
+    for text, given in ((f"{PAD}{PAD}", [picture(1, 1)]), (PAD, []), ("", [picture(1, 1)])):
+        with pytest.raises(PlacesError, match=rf"has {text.count(PAD)} times .*, and {len(given)} images"):
+            expanded(state, text, {"images": given})
 
 
 def test_joined_tensors():
@@ -152,6 +162,14 @@ def test_state_files_keep_images_and_leave_out_what_is_made_of_them(state):
     assert all(torch.equal(found.multimodal_train_inputs[key], expected[key]) for key in expected)
     assert sample.multimodal_train_inputs is not None
     complete([sample, given], None)  # nothing is missing: no processor is needed
+
+
+def test_files_keep_images_whose_png_is_larger_than_what_they_were_read_from(state, monkeypatch, tmp_path):
+    sample = asked(state, f"<{PAD}>", picture(2, 2, 5))
+    monkeypatch.setattr(images, "MAX_BYTES", 50)
+    save_rollout(tmp_path / "dump.pt", 0, [sample])
+    kept = [decode_group(json.loads(json.dumps(encode_group(sample)))), *load_rollout(tmp_path / "dump.pt")]
+    assert [one.multimodal_inputs["images"][0].getpixel((0, 0)) for one in kept] == [(5, 5, 5)] * 2
 
 
 def test_images_in_a_turn_after_a_state_file(state):
@@ -192,7 +210,7 @@ def test_a_group_prepares_its_images_once_beside_the_event_loop(state, monkeypat
 def test_what_the_processor_raises_reaches_the_request(state):
     sample = Sample(index=0, prompt="no place", multimodal_inputs={"images": [picture(1, 1)]})
     asyncio.run(prepare(state, sample))
-    with pytest.raises(AssertionError):
+    with pytest.raises(PlacesError):
         prompt_token_ids(state, sample)
 
 

@@ -149,6 +149,16 @@ def test_a_broken_image_is_a_failure_of_the_environment(make_player):
     assert not found.multimodal_inputs
 
 
+@pytest.mark.parametrize("observation", [f"the token {PAD}", {"role": "user", "content": f"the token {PAD}"}])
+def test_an_observation_with_the_text_of_a_placeholder_fails_the_episode(make_player, observation, monkeypatch):
+    monkeypatch.setattr(Shows, "format_observation", lambda *_: observation)
+    with make_player.make(Shows) as play:
+        found = play(lambda turns: "more", Sample(index=0, group_index=0))
+    assert found.status == Sample.Status.ABORTED
+    assert found.metadata["abort_reason"].endswith("format_observation.PlacesError")
+    assert "has 1 times" in found.metadata["abort_error"]
+
+
 def test_without_a_processor(make_player):
     with make_player.make(Shows, multimodal_keys=None) as play:
         with pytest.raises(ValueError, match="there is an image in a message, and no processor is loaded"):
