@@ -7,6 +7,7 @@ image, as in requests to engines, until they become samples.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,7 @@ class SessionImages:
     seen: dict[str, Seen] = field(default_factory=dict)
     sources: dict[bytes, str] = field(default_factory=dict)
     """Digest of what a request had (data or an address) -> that of the image."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)  # requests of a session may overlap
 
     def extra(self, images: Sequence[str]) -> int:
         """Return how many more tokens than placeholders ``images`` are."""
@@ -53,12 +55,14 @@ class SessionImages:
         if known not in self.sources:
             image = open_image(source, local_files=False)
             png = encode_image_for_rollout_engine(image)
-            if sum(len(one.png) for one in self.seen.values()) + len(png) > MOST_BYTES:
-                raise ImageError(f"the images of a session may have {MOST_BYTES} bytes, as PNG in base64")
             digest = hashlib.sha256(png.encode()).hexdigest()[:32]
             length = expanded_length(reader.processor, reader.tokenizer, placeholder(reader), {"images": [image]})
-            self.seen.setdefault(digest, Seen(png, length))
-            self.sources[known] = digest
+            with self._lock:
+                held = sum(len(one.png) for name, one in self.seen.items() if name != digest)
+                if held + len(png) > MOST_BYTES:
+                    raise ImageError(f"the images of a session may have {MOST_BYTES} bytes, as PNG in base64")
+                self.seen.setdefault(digest, Seen(png, length))
+                self.sources[known] = digest
         return self.sources[known]
 
     def messages(self, reader: Reader, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:

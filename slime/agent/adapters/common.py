@@ -53,7 +53,7 @@ from slime.servers.auth import is_loopback
 from slime.servers.http_utils import post
 from slime.servers.request_checks import browser_guard
 from slime.utils.chat_messages import has_media, item_of, media_kind
-from slime.utils.image_tokens import WithImages, forbidden_ids, placeholder_id, without_placeholders
+from slime.utils.image_tokens import WithImages, forbidden_ids, placeholder, placeholder_id, without_placeholders
 from slime.utils.images import ImageError
 from slime.utils.types import Sample
 
@@ -119,8 +119,8 @@ class BaseAdapter(ProviderFormat):
     ``turn_filter`` returns False are answered and not recorded; it is given what ``side_requests.turn_meta`` returns,
     and the translated ``messages``.
 
-    With the ``processor`` of the checkpoint the model sees the images of requests, else they are left out. Its backend
-    is to be that of the engines.
+    With the ``processor`` of the checkpoint, if that takes images, the model sees those of requests, else they are left
+    out. Its backend is to be that of the engines.
 
     The session id of a request is its token, which must be that of an open session. One that is called ``default``,
     for requests without a token, is for this host only.
@@ -145,7 +145,7 @@ class BaseAdapter(ProviderFormat):
         processor: Any = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.processor = processor
+        self.processor = processor if isinstance(getattr(processor, "image_token", None), str) else None
         self.sglang_url = sglang_url.rstrip("/").removesuffix("/generate")
         self.text = TextWorker(tokenizer, tool_parser, reasoning_parser)
         self.max_turns_per_sid = max_turns_per_sid
@@ -208,7 +208,7 @@ class BaseAdapter(ProviderFormat):
         return samples
 
     def _placeholders(self, session: Session) -> Placeholders | None:
-        lengths = {digest: seen.length for digest, seen in session.images.seen.items()}
+        lengths = {digest: seen.length for digest, seen in list(session.images.seen.items())}
         return Placeholders(placeholder_id(self), lengths) if lengths else None
 
     async def drop_session(self, sid: str, *, wait_timeout: float = 5.0) -> None:
@@ -273,7 +273,7 @@ class BaseAdapter(ProviderFormat):
             had = self.manager.turn_count(sid) + session.side_requests
             if cap is not None and had + self.inflight.count(sid) > cap:
                 raise Refusal(429, "rate_limit_error", f"the session has had its {cap} turns")
-            messages, tools, prompt_ids, rendering, images = await self._prompt(sid, api, body)
+            messages, tools, prompt_ids, rendering, images = await self._prompt(sid, session, api, body)
             more = session.images.extra(images)  # tokens than the prompt's ids
             asked = ParsedRequest(body, len(prompt_ids) + more)
             stream = EventStream(request, api, asked) if wants_stream(request, body) else None
@@ -322,26 +322,28 @@ class BaseAdapter(ProviderFormat):
 
     async def _count_tokens(self, request: web.Request, api: ProviderFormat) -> web.StreamResponse:
         body = await json_object(request)
-        with self._lock:
-            sid = api.session_id(request, body)
-            self._check_access(sid, request)
-        _, _, prompt_ids, _, images = await self._prompt(sid, api, body)
-        return web.json_response({"input_tokens": len(prompt_ids) + self.store[sid].images.extra(images)})
+        sid = api.session_id(request, body)
+        session = self._open_session_of(sid, request)
+        _, _, prompt_ids, _, images = await self._prompt(sid, session, api, body)
+        return web.json_response({"input_tokens": len(prompt_ids) + session.images.extra(images)})
 
     async def _prompt(
-        self, sid: str, api: ProviderFormat, body: Mapping[str, Any]
+        self, sid: str, session: Session, api: ProviderFormat, body: Mapping[str, Any]
     ) -> tuple[list[Message], list[Message] | None, list[int], Rendering | None, list[str]]:
         """The messages and tools of a request, its prompt with the answers as the model wrote them, the template's
         version of that, and the digests of the images, each with one placeholder in the prompt."""
         sent, tools = api.translate(body)
-        sent, images = await self._images_of(sid, sent)
+        sent, images = await self._images_of(session, sent)
         messages, known = self.manager.follow(sid, sent)
         ids, rendering = await self.text.render(messages, tools, known)
-        if images and (places := ids.count(placeholder_id(self))) != len(images):
-            raise bad_request(f"the chat template writes {places} places for {len(images)} images")
+        if self.processor is not None and (places := ids.count(placeholder_id(self))) != len(images):
+            raise bad_request(
+                f"the chat template writes {places} places for {len(images)} images; texts may not have the token "
+                f"{placeholder(self)}"
+            )
         return messages, tools, ids, rendering, images
 
-    async def _images_of(self, sid: str, sent: list[Message]) -> tuple[list[Message], list[str]]:
+    async def _images_of(self, session: Session, sent: list[Message]) -> tuple[list[Message], list[str]]:
         if not any(map(has_media, sent)):
             return sent, []
         if self.processor is None:
@@ -350,7 +352,7 @@ class BaseAdapter(ProviderFormat):
                 for message in sent
             ], []
         try:
-            return await asyncio.to_thread(self.store[sid].images.messages, self, sent)
+            return await asyncio.to_thread(session.images.messages, self, sent)
         except ImageError as e:
             raise bad_request(str(e)) from e
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import json
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -213,6 +215,45 @@ def test_a_template_without_images(gateway):
     reply = ask(g, user(openai_image(1, 1, 1)))
     assert (reply.status_code, g.engine.requests) == (400, [])
     assert "writes 0 places for 1 images" in reply.text
+
+
+def test_a_text_with_the_placeholder_is_refused(gateway):
+    """It would be the place of an image that is not there, on which a run ends."""
+    g = gateway(OpenAIAdapter, "never")
+    for parts in ([text(f"the token {PAD}")], [text(PAD), openai_image(1, 1, 1)]):
+        reply = ask(g, user(*parts))
+        assert (reply.status_code, g.engine.requests) == (400, [])
+        assert f"{len(parts)} places for {len(parts) - 1} images" in reply.text
+
+
+async def test_a_processor_that_takes_no_images(gateway):
+    g = gateway(OpenAIAdapter, "plain", processor=SimpleNamespace(audio_token="a"))
+    assert ask(g, user(text("hi"))).status_code == 200
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    assert sample.response == f"plain{END}"
+
+
+def test_requests_of_a_session_may_overlap(monkeypatch):
+    held, reader = agent_images.SessionImages(), SimpleNamespace(tokenizer=SeeingTokenizer(), processor=Processor())
+    monkeypatch.setattr(agent_images, "open_image", lambda source, **_: source)
+    monkeypatch.setattr(agent_images, "encode_image_for_rollout_engine", lambda image: image)
+    monkeypatch.setattr(agent_images, "expanded_length", lambda *_: 1)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert len(set(pool.map(lambda i: held.take(reader, str(i)), range(2000)))) == 2000
+    finally:
+        sys.setswitchinterval(interval)
+
+
+async def test_large_pngs_are_kept(gateway, monkeypatch):
+    """A PNG may have more bytes than the file that it was made of."""
+    g = gateway(OpenAIAdapter, "x")
+    ask(g, user(openai_image(1, 1, 7)))
+    monkeypatch.setattr("slime.utils.images.MAX_BYTES", 50)
+    [sample] = await g.adapter.finish_session("s", base_sample=BASE)
+    check(sample, [[1, 1, 1]], [7])
 
 
 async def test_without_a_processor_images_are_left_out(gateway):
