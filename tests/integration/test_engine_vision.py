@@ -52,11 +52,15 @@ def processed(processor: Any, text: str, images: list[Image.Image]) -> tuple[lis
 
 
 def generate(
-    client: EngineClient, given: dict[str, Any], images: list[Image.Image], forbidden: list[int]
+    client: EngineClient,
+    given: dict[str, Any],
+    images: list[Image.Image],
+    forbidden: list[int],
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     if images:
         given = {**given, "image_data": [encode_image_for_rollout_engine(image) for image in images]}
-    params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    params = {"max_new_tokens": 12, "temperature": temperature, "ignore_eos": True}
     payload = {**given, "sampling_params": params, "return_logprob": True}
     return dict(client.generate(without_placeholders(payload, forbidden)))
 
@@ -66,38 +70,48 @@ def difference(reference: VisionReference, prompt: list[int], reply: dict[str, A
     return (output_log_probs(reply) - expected).abs().max().item()
 
 
+def compare(client: EngineClient, checkpoint: Path, family: str) -> None:
+    """Compare replies with transformers: greedy by text, sampled by ids with one token an image, and a second turn."""
+    processor = load_processor(str(checkpoint))
+    reference = VisionReference(checkpoint, with_exact_rule if family == "qwen3_5" else None)
+    for name, (text, images) in CASES.items():
+        expanded, tensors = processed(processor, text, images)
+        ids = processor.tokenizer(text)["input_ids"]
+        for given, temperature in (({"text": text}, 0.0), ({"input_ids": ids}, 1.0)):
+            reply = generate(client, given, images, reference.forbidden, temperature)
+            assert reply["meta_info"]["prompt_tokens"] == len(expanded)
+            found = difference(reference, expanded, reply, tensors)
+            assert found <= TOLERANCE, f"{checkpoint.name}, {name}, {list(given)}: {found:.1e}"
+            assert temperature or reference.are_best(expanded, reply["output_ids"], tensors)
+        # the next turn finds the first one in the engine's cache, and shows another picture
+        image, more = drawing(4, 80, 120), f"more: {SHOWN}"
+        later, shown = processed(processor, more, [image])
+        whole = [*expanded, *reply["output_ids"], *later]
+        turn = [*ids, *reply["output_ids"], *processor.tokenizer(more)["input_ids"]]
+        reply = generate(client, {"input_ids": turn}, [*images, image], reference.forbidden)
+        assert reply["meta_info"]["prompt_tokens"] == len(whole)
+        found = difference(reference, whole, reply, joined(tensors, shown))
+        assert found <= TOLERANCE, f"{checkpoint.name}, {name}, second turn: {found:.1e}"
+
+
+def two_checkpoints(root: Path, family: str) -> list[Path]:
+    """Return checkpoints that differ in the tower too."""
+    return [make_vision_checkpoint(root / str(seed), family, seed=seed) for seed in (11, 12)]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """By text and by ids with one token an image; the second weights differ in the tower too."""
-    old, new = (make_vision_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (11, 12))
-    processor = load_processor(str(old))
-    engine = EngineProcess(
-        engine_args(old, sglang_chunked_prefill_size=16), rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log"
-    )
+    """Before and after a push."""
+    old, new = two_checkpoints(tmp_path, family)
+    args = engine_args(old, sglang_chunked_prefill_size=16)
+    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log")
     engine.start()
     try:
         engine.wait_ready()
         client = engine.client(timeout=120)
-        for checkpoint in (old, new):
-            reference = VisionReference(checkpoint, with_exact_rule if family == "qwen3_5" else None)
-            for name, (text, images) in CASES.items():
-                expanded, tensors = processed(processor, text, images)
-                ids = processor.tokenizer(text)["input_ids"]
-                for given in ({"text": text}, {"input_ids": ids}):
-                    reply = generate(client, given, images, reference.forbidden)
-                    assert reply["meta_info"]["prompt_tokens"] == len(expanded)
-                    found = difference(reference, expanded, reply, tensors)
-                    assert found <= TOLERANCE, f"{checkpoint.name}, {name}, {list(given)}: {found:.1e}"
-                # the next turn finds the first one in the engine's cache, and shows another picture
-                image, more = drawing(4, 80, 120), f"more: {SHOWN}"
-                later, shown = processed(processor, more, [image])
-                whole = [*expanded, *reply["output_ids"], *later]
-                turn = [*ids, *reply["output_ids"], *processor.tokenizer(more)["input_ids"]]
-                reply = generate(client, {"input_ids": turn}, [*images, image], reference.forbidden)
-                assert reply["meta_info"]["prompt_tokens"] == len(whole)
-                found = difference(reference, whole, reply, joined(tensors, shown))
-                assert found <= TOLERANCE, f"{checkpoint.name}, {name}, second turn: {found:.1e}"
-            client.update_weights_from_disk(new, weight_version="new")
+        compare(client, old, family)
+        client.update_weights_from_disk(new, weight_version="new")
+        compare(client, new, family)
     finally:
         engine.stop()
 

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from slime.utils.processing_utils import encode_image_for_rollout_engine
-from tests.support.run_train import rl_flags, run_train
-from tests.support.vision_models import drawing, make_vision_checkpoint
+from tests.support.run_train import rl_flags, run_train, sums_file
+from tests.support.vision_models import make_vision_checkpoint, with_pictures
 
 pytestmark = pytest.mark.integration
-SIZES = ((64, 64), (96, 64), (130, 70))
-
-
-def pictures_file(path: Path, count: int = 8) -> Path:
-    """Write prompts with no, one and two images of different sizes."""
-    rows = []
-    for i in range(count):
-        images = [drawing(10 * i + k, *SIZES[(i + k) % 3]) for k in range(i % 3)]
-        content = "<image>" * len(images) + f"what is {i}?"
-        urls = [encode_image_for_rollout_engine(image) for image in images]
-        rows.append({"prompt": [{"role": "user", "content": content}], "label": str(i), "images": urls})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 WHOLE_QWEN3_5 = ("--spec", "slime_plugins.models.qwen3_5_vl", "get_qwen3_5_vl_model_provider")
 
 
@@ -41,7 +24,7 @@ WHOLE_QWEN3_5 = ("--spec", "slime_plugins.models.qwen3_5_vl", "get_qwen3_5_vl_mo
 def test_trainer_and_engine_agree(family: str, more: tuple[str, ...], tmp_path: Path) -> None:
     """The second rollout, with the same images, is made with weights that the trainer has pushed."""
     checkpoint = make_vision_checkpoint(tmp_path / "model", family)
-    flags = rl_flags(checkpoint, pictures_file(tmp_path / "pictures.jsonl", 4))
+    flags = rl_flags(checkpoint, with_pictures(sums_file(tmp_path / "pictures.jsonl", 4)))
     words = ["--num-rollout", "2", "--custom-rm-path", "tests.support.rollout_hooks.every_other", *more]
     run = run_train([*flags, *words, "--multimodal-keys", '{"image": "images"}'], tmp_path / "run")
     differences = run.metric("train/train_rollout_logprob_abs_diff")
