@@ -76,7 +76,8 @@ DELTA_NET = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "norm_topk_prob": True}
+"""Not half of the hidden size: readers see by the shapes how gates and ups are stored."""
 
 
 class Vision(NamedTuple):
@@ -90,13 +91,14 @@ class Vision(NamedTuple):
 
 
 _LEARNED = {"num_position_embeddings": 64}
+_DEEPSTACK = {**_LEARNED, "deepstack_visual_indexes": [0, 2]}  # SGLang wants one for each of the first three layers
 _QWEN3_5 = {
     "text_config": {"partial_rotary_factor": 0.5, "full_attention_interval": 2},
     "vision_config": {"deepstack_visual_indexes": []},
 }
 VISION_FAMILIES: dict[str, Vision] = {
-    "qwen3_vl": Vision({"rope_parameters": INTERLEAVED}, {**_LEARNED, "deepstack_visual_indexes": [0, 2]}),
-    "qwen3_vl_moe": Vision({"rope_parameters": INTERLEAVED, **EXPERTS}, {**_LEARNED, "deepstack_visual_indexes": [1]}),
+    "qwen3_vl": Vision({"rope_parameters": INTERLEAVED}, _DEEPSTACK),
+    "qwen3_vl_moe": Vision({"rope_parameters": INTERLEAVED, **EXPERTS}, _DEEPSTACK),
     "qwen2_5_vl": Vision(
         {"rope_parameters": ROPE},
         {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},

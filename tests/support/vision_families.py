@@ -30,7 +30,7 @@ class Tiny(NamedTuple):
 
 FAMILIES: dict[str, Tiny] = {
     "qwen3_vl": Tiny({"num_hidden_layers": 4}, SMALL),
-    "qwen3_vl_moe": Tiny({"moe_intermediate_size": 24}, SMALL),
+    "qwen3_vl_moe": Tiny({"moe_intermediate_size": 24, "num_hidden_layers": 4}, SMALL),
     "qwen2_5_vl": Tiny(
         {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
         {"patch_size": 4, "window_size": 16},
