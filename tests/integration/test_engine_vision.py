@@ -99,12 +99,15 @@ def two_checkpoints(root: Path, family: str) -> list[Path]:
     return [make_vision_checkpoint(root / str(seed), family, seed=seed) for seed in (11, 12)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Before and after a push."""
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [*((family, 1) for family in FAMILIES), *((family, 2) for family in ("qwen3_vl", "qwen3_vl_moe"))],
+)
+def test_replies_are_those_of_transformers(family: str, ranks: int, tmp_path: Path) -> None:
+    """Also after a push, and from engines of two tensor-parallel ranks."""
     old, new = two_checkpoints(tmp_path, family)
     args = engine_args(old, sglang_chunked_prefill_size=16)
-    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log")
+    engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log", num_gpus=ranks)
     engine.start()
     try:
         engine.wait_ready()
