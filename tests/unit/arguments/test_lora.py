@@ -70,9 +70,10 @@ def test_what_adapters_alone_cannot_reach_is_refused(overrides: dict[str, Any], 
     lora.check(args_of(model, lora_sync="adapter", num_experts=8, lora_target_modules=["q_proj", "o_proj"]))
 
 
-def test_other_families_are_merged(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm4"}))
-    with pytest.raises(ArgumentError, match="families llama, qwen2, qwen3, qwen3_moe, not of glm4"):
+@pytest.mark.parametrize("family", ["glm4", "qwen3_vl"])
+def test_other_families_are_merged(family: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(ArgumentError, match=f"families llama, qwen2, qwen3, qwen3_moe, not of {family}"):
         lora.check(args_of(str(tmp_path), lora_sync="adapter"))
 
 
