@@ -271,7 +271,8 @@ def _look_at_conversations(
             return
         try:
             check_messages(prompt, f"column {args.input_key!r}")
-            _, mask = generator.get_loss_mask(prompt, tools=(sample.metadata or {}).get("tools"))
+            tools, images = (sample.metadata or {}).get("tools"), (sample.multimodal_inputs or {}).get("images")
+            _, mask = generator.get_loss_mask(prompt, tools=tools, with_images=bool(images))
         except Exception as e:  # noqa: BLE001  (templates raise what they like)
             found.errors.append(f"{file} row {row}: {type(e).__name__}: {e}")
             return

@@ -12,8 +12,10 @@ from slime.arguments import parse_args
 from slime.preflight.look import Findings
 from slime.preflight.look.child import look
 from slime.preflight.look.data import FIRST_ROWS, OTHER_ROWS, first_rows, look_at_data
+from slime.utils.processing_utils import encode_image_for_rollout_engine
 from tests.support.arguments import dry
 from tests.support.run_train import sft_flags
+from tests.support.vision_models import drawing, make_vision_checkpoint
 
 CHAT = {"prompt": [{"role": "user", "content": "1+1="}], "label": "2"}
 
@@ -111,6 +113,22 @@ def test_conversations_of_sft(flags, prompts):
     [said] = errors({"prompt": answered}, {"prompt": answered}, {"prompt": [picture, answered[-1]]})
     assert "row 2: MediaError: the conversation holds a part of type 'image_url'" in said
     assert "row 0: supervised fine-tuning needs chat messages as prompt, got a string" in errors({"prompt": "1+1=2"})[0]
+
+
+def test_conversations_of_sft_with_images(tmp_path, prompts):
+    model = make_vision_checkpoint(tmp_path / "model", "qwen3_vl")
+    picture = encode_image_for_rollout_engine(drawing(1))
+    asked = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "a line"}]
+
+    def errors(*rows):
+        findings = Findings()
+        flags = [*sft_flags(model, prompts(*rows)), "--input-key", "prompt", "--num-rollout", "1"]
+        look(parse_args([*flags, "--multimodal-keys", '{"image": "images"}']), False, findings)
+        return findings.errors
+
+    shown = {"prompt": asked, "images": [picture]}
+    assert errors(shown, {"prompt": [{"role": "user", "content": "what?"}, asked[-1]]}, shown) == []
+    assert "row 1 trains no token: it has no assistant message" in errors(shown, {**shown, "prompt": asked[:1]})[0]
 
 
 def test_an_evaluation_has_columns_of_its_own(found, prompts):
