@@ -7,7 +7,7 @@ import binascii
 import io
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, unquote_to_bytes
 
 from slime.utils.remote_file import RemoteFileError, fetch
@@ -47,7 +47,8 @@ def open_image(image: object, *, local_files: bool = True) -> Any:
         raise ImageError("an image holds neither bytes nor a path")
     else:
         if hasattr(image, "convert") and type(image).__module__.partition(".")[0] == "PIL":
-            check_size(*image.size, "an image")
+            width, height = cast("PIL.Image.Image", image).size
+            check_size(width, height, "an image")
         return image
     if len(encoded) > MAX_BYTES:
         raise ImageError(f"{name} has {len(encoded)} bytes; images may have {MAX_BYTES}")

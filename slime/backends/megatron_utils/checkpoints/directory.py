@@ -1,4 +1,4 @@
-"""Names, completeness and atomic publication of checkpoint directories. No torch, no Megatron: plain files.
+"""Names, completeness, publication and removal of checkpoint directories. No torch, no Megatron: plain files.
 
 Layout (Megatron-LM's): ``<root>/latest_checkpointed_iteration.txt`` names the iteration, ``<root>/iter_0000012``
 holds it. A checkpoint is written to ``iter_0000012.writing`` and renamed when every rank has finished; the tracker is
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
+from slime.arguments.args import Args
 from slime.utils import checkpoint_tracker, digests
 from slime.utils.atomic_file import sync
 from slime.utils.checkpoint_tracker import TRACKER
@@ -23,7 +25,7 @@ from slime.utils.directory_lock import Owner
 logger = logging.getLogger(__name__)
 
 TORCH_DIST, TORCH, TORCH_DCP = "torch_dist", "torch", "torch_dcp"
-_WRITING, REPLACED = ".writing", ".replaced"
+_WRITING, _REPLACED = ".writing", ".replaced"
 """Ends of the names of directories that are no checkpoints: being written, and to be removed."""
 _WRITER = ".writer.json"
 """In the root: who writes a checkpoint, as long as it is being written."""
@@ -49,7 +51,7 @@ def find_checkpoint(root: str | Path, step: int | None = None) -> tuple[Path, in
     directory = Path(root) / "release" if iteration is None else iteration_dir(root, iteration)
     if not directory.is_dir():
         # Killed between the two renames of a checkpoint that is saved a second time: the first one is still whole.
-        aside = directory.with_name(directory.name + REPLACED)
+        aside = directory.with_name(directory.name + _REPLACED)
         if not aside.is_dir():
             present = sorted(p.name for p in Path(root).glob("iter_*") if p.is_dir())
             raise FileNotFoundError(f"there is no checkpoint {directory}; {root} has {present or 'none'}")
@@ -134,7 +136,7 @@ def publish(root: str | Path, iteration: int) -> Path:
     """Turn the directory that ``begin`` made into the current checkpoint and return its final name."""
     directory = iteration_dir(root, iteration)
     writing = directory.with_name(directory.name + _WRITING)
-    aside = directory.with_name(directory.name + REPLACED)
+    aside = directory.with_name(directory.name + _REPLACED)
     for path in writing.rglob("*"):
         sync(path)
     sync(writing)
@@ -146,6 +148,46 @@ def publish(root: str | Path, iteration: int) -> Path:
     sync(Path(root))
     checkpoint_tracker.write(root, f"{iteration}\n")
     (Path(root) / _WRITER).unlink(missing_ok=True)
-    for old in Path(root).glob(f"iter_*{REPLACED}"):
+    for old in Path(root).glob(f"iter_*{_REPLACED}"):
         shutil.rmtree(old)
     return directory
+
+
+def outdated(args: Args, iterations: list[int], newest: int) -> list[int]:
+    """Return which of ``iterations`` may go now that ``newest`` is complete, in ascending order.
+
+    Kept are the last ``--most-recent-k``; those after every ``--save-retain-interval`` rollouts, without the other flag
+    beside the newest one; and what the reference and a teacher are loaded from. A run with a critic keeps two
+    of each: killed between its two saves it resumes from the ones before. Later iterations than ``newest``, of a run
+    that was resumed from an earlier one, are left alone.
+    """
+    count, every = args.most_recent_k, args.save_retain_interval
+    if count < 1 and every is None:
+        return []
+    older = sorted(i for i in iterations if i <= newest)
+    kept = set(older[-max(count, 2 if args.use_critic else 1) :])
+    if every is not None:
+        kept |= {i for i in older if (i + 1) % every == 0}
+    if interval := args.ref_update_interval:
+        kept.add((newest + 1) // interval * interval - 1)
+    kept |= {step for step in (args.ref_ckpt_step, args.opd_teacher_ckpt_step) if step is not None}
+    return [i for i in older if i not in kept]
+
+
+def remove_outdated(args: Args, root: Path, newest: int) -> None:
+    """Remove the checkpoints below ``root`` that are outdated, with the states of the rollouts that belong to them.
+
+    What cannot be removed is a warning: the checkpoints that count are complete.
+    """
+    present = {int(found[1]): path for path in root.iterdir() if (found := re.fullmatch(r"iter_(\d{7,})", path.name))}
+    for iteration in outdated(args, list(present), newest):
+        aside = present[iteration].with_name(present[iteration].name + _REPLACED)
+        try:
+            os.replace(present[iteration], aside)  # one that is half removed is none
+            for name in rollout_files(root, iteration):
+                (root / name).unlink()
+            shutil.rmtree(aside)
+        except OSError as e:
+            logger.warning("cannot remove checkpoint %s, which is outdated: %s", present[iteration], e)
+        else:
+            logger.info("removed %s", present[iteration])

@@ -44,7 +44,6 @@ from slime.backends.megatron_utils.checkpoints.random_states import (
     rng_state,
     saved_layout,
 )
-from slime.backends.megatron_utils.checkpoints.retention import remove_outdated
 from slime.backends.megatron_utils.checkpoints.torch_dist import lacks_tower, rename_to_stored, take_unstored
 from slime.backends.megatron_utils.state.offload import torch_optimizers
 from slime.backends.megatron_utils.state.optimizer import (
@@ -292,12 +291,10 @@ def _load_sharded(
 
 
 def _take_tower_of_hf(args: Args, model: Sequence[torch.nn.Module], directory: Path) -> None:
-    from slime.backends.megatron_utils.model.vision import load_tower
-
-    for tower in (getattr(unwrap(chunk), "tower", None) for chunk in model):
-        if tower is not None:
+    loads = (getattr(unwrap(chunk), "load_tower", None) for chunk in model)
+    for load in loads:
+        if load is not None and load(args):
             logger.info("%s has no vision tower: it is that of %s", directory, args.hf_checkpoint)
-            load_tower(args, tower)
 
 
 @contextlib.contextmanager
@@ -412,7 +409,7 @@ class CheckpointSaver:
             pending, self._pending = self._pending, None
             pending.publish()
             if dist.get_rank() == 0:
-                remove_outdated(self._args, pending.root, pending.iteration)
+                checkpoint_dir.remove_outdated(self._args, pending.root, pending.iteration)
 
 
 class _PendingSave:

@@ -158,6 +158,12 @@ class VisionLanguageModel(GPTModel):
         for number, layer in enumerate(self.decoder.layers[: images.deepstack]):
             layer.register_forward_hook(partial(_add_features, number), with_kwargs=True)
 
+    def load_tower(self, args: Args) -> bool:
+        """Give this stage's tower the weights of ``--hf-checkpoint``; return whether it has one."""
+        if self.tower is not None:
+            load_tower(args, self.tower)
+        return self.tower is not None
+
     def forward(
         self,
         input_ids: Tensor,

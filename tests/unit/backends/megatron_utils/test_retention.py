@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slime.arguments import ArgumentError
-from slime.backends.megatron_utils.checkpoints import directory, retention
+from slime.backends.megatron_utils.checkpoints import directory
 from tests.support.arguments import parse, run_args
 from tests.unit.backends.megatron_utils.test_checkpoint_dir import write
 
@@ -33,7 +33,7 @@ TENS = [9, 19, 29, 39, 49]
     ],
 )
 def test_what_is_outdated_after_rollout_49(flags: dict[str, int], iterations: list[int], removed: list[int]) -> None:
-    assert retention.outdated(run_args(**flags), iterations, 49) == removed
+    assert directory.outdated(run_args(**flags), iterations, 49) == removed
 
 
 def test_directories_and_states_of_rollouts_are_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_directories_and_states_of_rollouts_are_removed_and_nothing_else(tmp_pat
     others = [tmp_path / "iter_0000000.writing", tmp_path / "release", tmp_path / "iter_x"]
     for other in others:
         other.mkdir()
-    retention.remove_outdated(run_args(most_recent_k=1), tmp_path, 2)
+    directory.remove_outdated(run_args(most_recent_k=1), tmp_path, 2)
     assert sorted(path.name for path in tmp_path.glob("iter_???????")) == ["iter_0000002"]
     assert [path.name for path in (tmp_path / "rollout").iterdir()] == ["global_dataset_state_dict_2.json"]
     assert all(other.is_dir() for other in others)
@@ -61,8 +61,8 @@ def test_what_cannot_be_removed_is_a_warning(
         raise PermissionError(13, "Permission denied", str(path))
 
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(retention.shutil, "rmtree", refuse)
-        retention.remove_outdated(run_args(most_recent_k=1), tmp_path, 1)
+        patch.setattr(directory.shutil, "rmtree", refuse)
+        directory.remove_outdated(run_args(most_recent_k=1), tmp_path, 1)
     assert "iter_0000000, which is outdated: [Errno 13] Permission denied" in caplog.text
     assert directory.find_checkpoint(tmp_path)[1] == 1
     write(tmp_path, 2)  # what is left goes with the next one
