@@ -136,13 +136,16 @@ def make_tokenizer(out: Path, *, images: bool = False) -> int:
     return len(fast)
 
 
-def make_processor_files(out: Path, family: str) -> int:
-    """Write tokenizer and preprocessors of a family of VISION_FAMILIES to ``out``; return the vocabulary size (266)."""
+def make_processor_files(out: Path, family: str, *, patch_size: int | None = None, min_pixels: int = MIN_PIXELS) -> int:
+    """Write tokenizer and preprocessors of a family of VISION_FAMILIES to ``out``; return the vocabulary size (266).
+
+    ``patch_size``: the family's unless given. Images of fewer than ``min_pixels`` are enlarged.
+    """
     out.mkdir(parents=True, exist_ok=True)
     vision = VISION_FAMILIES[family]
     shared = {
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
-        "patch_size": {**TOWER, **vision.tower}["patch_size"], "temporal_patch_size": 2, "merge_size": 2,
+        "size": {"shortest_edge": min_pixels, "longest_edge": MAX_PIXELS},
+        "patch_size": patch_size or {**TOWER, **vision.tower}["patch_size"], "temporal_patch_size": 2, "merge_size": 2,
         "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
         "processor_class": vision.processor,
     }  # fmt: skip
@@ -162,14 +165,15 @@ def make_tiny_checkpoint(
     dtype: str = "float32",
     tie_word_embeddings: bool | None = None,
     vision: Mapping[str, Any] | None = None,
+    min_pixels: int = MIN_PIXELS,
     **sizes: Any,
 ) -> Path:
     """Write config, safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
 
     ``sizes`` overrides entries of ``SIZES`` (and any other field of the family's Hugging Face config), ``vision`` those
-    of the vision tower. The vocabulary is the tokenizer's, rounded up to a multiple of 128 as Megatron does, unless
-    ``vocab_size`` is given. Embedding and output layer are tied by default, except in vision-language families, and in
-    those with experts: SGLang's classes for these never tie them.
+    of the vision tower; ``min_pixels``: see ``make_processor_files``. The vocabulary is the tokenizer's, rounded up to a
+    multiple of 128 as Megatron does, unless ``vocab_size`` is given. Embedding and output layer are tied by default,
+    except in vision-language families, and in those with experts: SGLang's classes for these never tie them.
     """
     import torch
     import transformers
@@ -180,7 +184,11 @@ def make_tiny_checkpoint(
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     sees = VISION_FAMILIES.get(family)
-    vocab = make_processor_files(out, family) if sees else make_tokenizer(out)
+    tower = {**(sees.tower if sees else {}), **(vision or {})}
+    if sees:
+        vocab = make_processor_files(out, family, patch_size=tower.get("patch_size"), min_pixels=min_pixels)
+    else:
+        vocab = make_tokenizer(out)
     class_name, own = ("", sees.text) if sees else FAMILIES[family]
     padded = -(-vocab // 128) * 128
     tied = not sees and family not in NEVER_TIED if tie_word_embeddings is None else tie_word_embeddings
@@ -192,7 +200,7 @@ def make_tiny_checkpoint(
     auto: Any = transformers.AutoModelForCausalLM
     if sees:
         auto = transformers.AutoModelForImageTextToText
-        config = _vision_config(family, fields, {**sees.tower, **(vision or {})}, tokenizer)
+        config = _vision_config(family, fields, tower, tokenizer)
     else:
         config = getattr(transformers, class_name)(**fields)
     with torch.random.fork_rng(devices=[]):
@@ -273,6 +281,8 @@ def main() -> None:
     parser.add_argument("--family", choices=[*FAMILIES, *VISION_FAMILIES], default="qwen3")
     parser.add_argument("--out", required=True, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vision", type=json.loads, default={}, help="JSON: what its vision tower has besides")
+    parser.add_argument("--min-pixels", type=int, default=MIN_PIXELS, help="smaller images are enlarged to so many")
     for name, value in SIZES.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value)
     options = vars(parser.parse_args())
