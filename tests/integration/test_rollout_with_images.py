@@ -18,7 +18,7 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
 from slime.rollout.environments import Environment, Step
 from slime.rollout.on_policy_distillation import post_process_rewards, reward_func
-from slime.rollout.requests.images import images_of
+from slime.rollout.requests.images import complete, images_of
 from slime.rollout.sglang_rollout import GenerateState, generate, generate_rollout
 from slime.servers import http_utils
 from slime.utils.async_utils import run
@@ -63,7 +63,7 @@ def make_args(setup: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.Monkey
         prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         args = rollout_args(
             hf_checkpoint=str(setup.checkpoint), prompt_data=str(prompts), sglang_router_port=setup.port,
-            rollout_num_engines=1, rollout_request_timeout=60.0, rollout_batch_size=4, apply_chat_template=True,
+            rollout_num_engines=1, rollout_request_timeout=300.0, rollout_batch_size=4, apply_chat_template=True,
             multimodal_keys={"image": "images"}, **overrides,
         )  # fmt: skip
         http_utils.init_http_client(args)
@@ -100,20 +100,64 @@ def test_a_rollout(setup, make_args, function):
         assert all(one[key] is other[key] for key in one)  # made and stored once
 
 
+def interrupt(sample: Sample, kept: int) -> None:
+    """Leave a sample as an aborted rollout does, with its first ``kept`` tokens."""
+    del sample.tokens[len(sample.tokens) - sample.response_length + kept :]
+    for values in (sample.rollout_log_probs, sample.loss_mask):
+        assert values is not None
+        del values[kept:]
+    sample.response_length, sample.status, sample.response = kept, Sample.Status.ABORTED, sample.response[:kept]
+
+
 def test_a_sample_that_was_aborted_is_continued_by_its_tokens(setup, make_args):
     args = make_args(rollout_max_response_len=12)
     group = generate_rollout(args, 0, RolloutDataSourceWithBuffer(args)).samples[2]
     sample = group[0]
-    for name in ("rollout_log_probs", "loss_mask"):
-        setattr(sample, name, getattr(sample, name)[:5])
-    del sample.tokens[len(sample.tokens) - sample.response_length + 5 :]
-    begun, sample.response_length, sample.status = list(sample.tokens), 5, Sample.Status.ABORTED
-    sample.response = "what is not tokenized again"
+    interrupt(sample, 5)
+    begun, sample.response = list(sample.tokens), "what is not tokenized again"
     params = GenerateState(args).sampling_params.copy()
     run(generate(args, sample, params))
     assert sample.tokens[: len(begun)] == begun
     assert sample.response_length > 5
     check(setup, sample)
+
+
+def test_a_run_that_is_resumed(setup, make_args, tmp_path):
+    """From the journal of a run that was killed, and from the buffer of a checkpoint: images, pixels and tokens."""
+
+    def source_of(rollout_id: int) -> RolloutDataSourceWithBuffer:
+        source = RolloutDataSourceWithBuffer(args)
+        source.load(rollout_id)
+        return source
+
+    def complete_all(groups: list[Any]) -> list[Sample]:
+        found = list(iter_samples(groups))
+        complete(found, lambda: GenerateState(args))
+        return found
+
+    save = str(tmp_path / "save")
+    args = make_args(partial_rollout=True, rollout_max_response_len=12, save=save, load=save, save_interval=1)
+    killed = source_of(-1)
+    first = list(iter_samples(generate_rollout(args, 0, killed).samples))
+    assert killed._recovery.journal is not None
+    killed._recovery.journal.flush()
+    source = source_of(-1)
+    groups = source.get_samples(4)
+    for found, sample in zip(complete_all(groups), first, strict=True):
+        assert (found.tokens, found.rollout_log_probs) == (sample.tokens, sample.rollout_log_probs)
+        assert [i.tobytes() for i in images_of(found)] == [i.tobytes() for i in images_of(sample)]
+        check(setup, found)
+    for group in groups:
+        interrupt(group[1], 5)
+    source.add_samples(groups)
+    source.save(0)
+    resumed = generate_rollout(args, 1, source_of(0)).samples
+    assert [len(images_of(group[0])) for group in resumed] == [0, 1, 2, 1]
+    for found, sample in zip(complete_all(resumed), first, strict=True):
+        kept = len(sample.tokens) - sample.response_length + (5 if sample.index % 2 else 12)
+        assert found.tokens[:kept] == sample.tokens[:kept]
+        assert found.response_length > 5
+        check(setup, found)
 
 
 def test_an_evaluation(setup, make_args):
