@@ -14,6 +14,7 @@ from PIL import Image
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.environment import engine_environment
+from slime.backends.sglang_utils.router import RouterProcess
 from slime.servers.engine_client import EngineClient
 from slime.utils.image_tokens import joined, without_placeholders
 from slime.utils.processing_utils import encode_image_for_rollout_engine, load_processor
@@ -117,6 +118,32 @@ def test_replies_are_those_of_transformers(family: str, ranks: int, tmp_path: Pa
         compare(client, new, family)
     finally:
         engine.stop()
+
+
+def test_prefill_and_decode_engines(tmp_path: Path) -> None:
+    old, new = two_checkpoints(tmp_path, "qwen3_vl")
+    args = engine_args(old, sglang_chunked_prefill_size=16)
+    router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log", pd_disaggregation=True)
+    engines = [
+        EngineProcess(args, rank=rank, host="127.0.0.1", log_path=tmp_path / f"{kind}.log", worker_type=kind)
+        for rank, kind in enumerate(("prefill", "decode"))
+    ]
+    try:
+        for process in (router, *engines):
+            process.start()
+        for process in (router, *engines):
+            process.wait_ready()
+        for engine in engines:
+            router.add_engine(engine.info)
+        client = EngineClient(router.url, timeout=400)
+        compare(client, old, "qwen3_vl")
+        for engine in engines:
+            engine.client(120).update_weights_from_disk(new, weight_version="new")
+        compare(client, new, "qwen3_vl")
+    finally:
+        router.stop()
+        for engine in engines:
+            engine.stop()
 
 
 def test_driver_and_engine_make_the_same_pixels(tmp_path: Path) -> None:
