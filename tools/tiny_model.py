@@ -171,8 +171,8 @@ def make_tiny_checkpoint(
     """Write config, safetensors weights and tokenizer of a random tiny ``family`` model to ``out``; return it.
 
     ``sizes`` overrides entries of ``SIZES`` (and any other field of the family's Hugging Face config), ``vision`` those
-    of the vision tower; ``min_pixels``: see ``make_processor_files``. The vocabulary is the tokenizer's, rounded up to a
-    multiple of 128 as Megatron does, unless ``vocab_size`` is given. Embedding and output layer are tied by default,
+    of the vision tower; ``min_pixels``: see ``make_processor_files``. The vocabulary is the tokenizer's, rounded up to
+    a multiple of 128 as Megatron does, unless ``vocab_size`` is given. Embedding and output layer are tied by default,
     except in vision-language families, and in those with experts: SGLang's classes for these never tie them.
     """
     import torch

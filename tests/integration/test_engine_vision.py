@@ -102,7 +102,10 @@ def two_checkpoints(root: Path, family: str) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [*((family, 1) for family in FAMILIES), *((family, 2) for family in ("qwen3_vl", "qwen3_vl_moe"))],
+    [
+        *((family, 1) for family in FAMILIES),
+        *(pytest.param(family, 2, marks=pytest.mark.soak) for family in ("qwen3_vl", "qwen3_vl_moe")),
+    ],
 )
 def test_replies_are_those_of_transformers(family: str, ranks: int, tmp_path: Path) -> None:
     """Also after a push, and from engines of two tensor-parallel ranks."""
@@ -120,7 +123,9 @@ def test_replies_are_those_of_transformers(family: str, ranks: int, tmp_path: Pa
         engine.stop()
 
 
+@pytest.mark.soak
 def test_prefill_and_decode_engines(tmp_path: Path) -> None:
+    """On every change: caches of text between such engines, in test_loop_disaggregated.py."""
     old, new = two_checkpoints(tmp_path, "qwen3_vl")
     args = engine_args(old, sglang_chunked_prefill_size=16)
     router = RouterProcess(args, "127.0.0.1", log_path=tmp_path / "router.log", pd_disaggregation=True)
