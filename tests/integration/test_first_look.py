@@ -43,7 +43,9 @@ def test_a_look_that_takes_too_long_is_ended(flags, tmp_path, monkeypatch):
     [said] = look(dry(*flags, "--custom-rm-path", "first_look_slow.f")).warnings
     assert time.monotonic() - begin < 60
     assert "took more than 6 s" in said
-    assert "the import of --custom-rm-path first_look_slow.f" in said or "tokenizer" in said or "start of" in said
+    # on a busy machine it comes no further than one of the steps before that import
+    steps = ("import of --custom-rm-path first_look_slow.f", "start", "files", "tokenizer", "chat template", "rows")
+    assert any(f"the {step}" in said for step in steps), said
 
 
 def test_hooks_are_looked_at_where_neither_checkpoint_nor_prompts_are(flags, tmp_path):
