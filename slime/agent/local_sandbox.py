@@ -7,8 +7,8 @@ import contextlib
 import functools
 import logging
 import os
-import random
 import re
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -279,7 +279,7 @@ def _free_uid() -> int:
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(FileNotFoundError):
             taken.add(directory.stat().st_uid)
-    while (uid := random.choice(_UIDS)) in taken:
+    while (uid := secrets.choice(_UIDS)) in taken:  # not by the random numbers that a run may have seeded
         pass
     return uid
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from slime.agent import e2b_sandbox, sandbox
+from slime.agent import e2b_sandbox, local_sandbox, sandbox
 from slime.agent.sandbox import (
     EXIT_TIME_BUDGET_EXCEEDED,
     E2BSandbox,
@@ -332,3 +333,12 @@ async def test_what_is_missing_is_said(monkeypatch, e2b, caplog):
     monkeypatch.setitem(sys.modules, "e2b", None)
     with pytest.raises(ImportError, match="needs the package e2b, which is not installed: pip install e2b"):
         await sb.__aenter__()
+
+
+def test_users_of_local_sandboxes_do_not_follow_from_a_seed():
+    """Runs that have seeded alike would take the same one, and count each other's processes."""
+    found = set()
+    for _ in range(4):
+        random.seed(7)
+        found.add(local_sandbox._free_uid())
+    assert len(found) > 1
