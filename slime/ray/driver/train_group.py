@@ -17,7 +17,7 @@ import ray
 from slime.arguments.args import Args
 from slime.arguments.rules.loop import generates_always
 from slime.arguments.rules.roles import role_args
-from slime.backends.megatron_utils.checkpoints.directory import iteration_dir
+from slime.backends.megatron_utils.checkpoints.directory import iteration_dir, remove_outdated
 from slime.observability import tracking
 from slime.ray import cluster
 from slime.ray.actors.train_actor import TrainRayActor
@@ -428,7 +428,8 @@ class TransientCheckpoints:
             self._transient = rollout_id
         if self.args.save is not None and before is not None and before != rollout_id:
             try:
-                with contextlib.suppress(FileNotFoundError):  # --most-recent-k has removed it
-                    shutil.rmtree(iteration_dir(self.args.save, before))
+                shutil.rmtree(iteration_dir(self.args.save, before))
             except OSError as e:
                 logger.warning("cannot remove checkpoint %d, which --save-interval does not ask for: %s", before, e)
+        if self.args.save is not None and due and self.args.release_train:  # else the trainer does, when it is complete
+            remove_outdated(self.args, Path(self.args.save), rollout_id)

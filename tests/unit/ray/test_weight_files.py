@@ -92,6 +92,8 @@ def test_trainers_restart_as_they_started_until_the_run_has_saved() -> None:
         ({}, {3}, [3, 5]),
         ({}, {5}, [5]),
         ({"ref_update_interval": 2}, {5}, [1, 3, 5]),  # the references of later resumes
+        ({"release_train": True, "most_recent_k": 2}, {1, 2, 4}, [2, 4, 5]),  # others serve a restart alone
+        ({"release_train": True, "most_recent_k": 1}, {1, 3, 5}, [5]),
     ],
 )
 def test_checkpoints_for_the_way_back_go_when_the_next_is_whole(

@@ -408,7 +408,7 @@ class CheckpointSaver:
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.publish()
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and not self._args.release_train:  # there the driver knows which ones count
                 checkpoint_dir.remove_outdated(self._args, pending.root, pending.iteration)
 
 
