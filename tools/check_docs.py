@@ -55,9 +55,7 @@ GENERATED = {
 QUOTES = (gen_arguments_doc.PAGE,)
 """Pages that quote the help texts of other programs: their code spans are not checked."""
 
-GENERATED_PROSE = (
-    gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE, gen_not_available_doc.PAGE,
-)  # fmt: skip
+GENERATED_PROSE = (gen_arguments_doc.PAGE, gen_models_doc.PAGE, gen_config_files_doc.PAGE)
 """Pages whose words come from the code."""
 
 
