@@ -40,12 +40,11 @@ def test_a_look_that_takes_too_long_is_ended(flags, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(start, "DEADLINE_S", 6.0)
     begin = time.monotonic()
-    [said] = look(dry(*flags, "--custom-rm-path", "first_look_slow.f")).warnings
+    absent = ["--hf-checkpoint", tmp_path / "model", "--prompt-data", tmp_path / "prompts.jsonl"]  # are not looked at
+    [said] = look(dry(*flags, *absent, "--custom-rm-path", "first_look_slow.f"), dry_run=True).warnings
     assert time.monotonic() - begin < 60
     assert "took more than 6 s" in said
-    # on a busy machine it comes no further than one of the steps before that import
-    steps = ("import of --custom-rm-path first_look_slow.f", "start", "files", "tokenizer", "chat template", "rows")
-    assert any(f"the {step}" in said for step in steps), said
+    assert "the import of --custom-rm-path first_look_slow.f" in said or "the start of" in said
 
 
 def test_hooks_are_looked_at_where_neither_checkpoint_nor_prompts_are(flags, tmp_path):
