@@ -7,6 +7,7 @@ difference between the log-probs of teacher and student.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,15 @@ ATTEMPTS_IN_TIME = 3
 """So many attempts that hang fit into the time of a reward."""
 _last_ids: dict[str, int] = {}
 """Address of a teacher -> the last id of its vocabulary, once it has been met."""
+
+
+@functools.cache
+def _image_token(checkpoint: str) -> int:
+    """Return the id of the placeholder of images. Raises ValueError for a checkpoint without one."""
+    found = json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8")).get("image_token_id")
+    if not isinstance(found, int):
+        raise ValueError(f"{checkpoint}: config.json has no image_token_id, and a sample has images")
+    return found
 
 
 async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: object) -> Any:
@@ -52,10 +62,7 @@ async def reward_func(args: Args, sample: Sample | list[Sample], **kwargs: objec
         "logprob_start_len": 0,
     }
     if images := images_of(sample):
-        config = json.loads((Path(args.hf_checkpoint) / "config.json").read_text(encoding="utf-8"))
-        pad = config.get("image_token_id")
-        if not isinstance(pad, int):
-            raise ValueError(f"{args.hf_checkpoint}: config.json has no image_token_id, and {_name(sample)} has images")
+        pad = _image_token(args.hf_checkpoint)
         payload["input_ids"] = collapsed(sample.tokens, pad, len(images), _name(sample))
         payload["image_data"] = [as_png(image) for image in images]
     timeout = args.rollout_request_timeout

@@ -171,7 +171,7 @@ class HeadExchange:
 
         if self.size == 1:
             return x
-        if not self.divides:  # each rank's loss is that of its own tokens: gradients are summed over the ranks
+        if not self.divides:  # each rank computes the loss of its tokens alone: gradients are summed over the ranks
             return gather_from_sequence_parallel_region(
                 x.contiguous(), tensor_parallel_output_grad=True, group=self.group
             )[self.order]

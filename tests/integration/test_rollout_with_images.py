@@ -189,7 +189,7 @@ class Painter(Environment):
 
 
 def test_episodes_with_images(setup, make_args):
-    """The random model never ends its turn: a token of its own, which it is made to stop at, does."""
+    """The random model would never end its turn: it stops at many tokens."""
     stops = list(range(60, 120))
     args = make_args(
         custom_generate_function_path="slime.rollout.environments.generate", environment_path=[f"{__name__}.Painter"],

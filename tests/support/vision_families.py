@@ -102,7 +102,7 @@ def joined(pack: Pack) -> dict[str, torch.Tensor]:
 
 
 def make_checkpoint(folder: Path, name: str, *, seed: int = 14, **text: Any) -> str:
-    """Write the tiny checkpoint ``name`` below ``folder``, every tensor with values of its own; return its path."""
+    """Write the tiny checkpoint ``name`` below ``folder``, no two tensors with the same values; return its path."""
     tiny, path = FAMILIES[name], folder / name
     make_tiny_checkpoint(path, name, vision=tiny.vision, **{"intermediate_size": 96, **tiny.text, **text})
     if name == "qwen2_5_vl":
@@ -121,7 +121,7 @@ def flatten(path: Path) -> None:
 
 
 def randomize(path: Path, seed: int) -> None:
-    """Give every tensor of the file values of its own."""
+    """Give no two tensors of the file the same values."""
     from safetensors.torch import load_file, save_file
 
     generator = torch.Generator().manual_seed(seed)

@@ -93,8 +93,8 @@ def check_sampled(state: Any, sample: Sample, tokens: Sequence[int]) -> None:
 
 
 def add_images(sample: Sample, images: Sequence[Any], inputs: Mapping[str, Any]) -> None:
-    """Let ``sample`` have further images, and what the processor made of them: in objects of its own, since the samples
-    of a group share those of their prompt."""
+    """Let ``sample`` have further images, and what the processor made of them, in new objects: the samples of a group
+    share those of their prompt."""
     if not images:
         return
     had, made = images_of(sample), sample.multimodal_train_inputs

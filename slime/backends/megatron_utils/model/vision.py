@@ -35,6 +35,7 @@ from slime.backends.megatron_utils.weights.maps.vision import TOWER
 from slime.backends.megatron_utils.weights.naming import model_family
 from slime.batching.context_parallel import slice_with_cp
 from slime.utils import accelerator
+from slime.utils.image_tokens import FORBIDDEN
 from slime.weights.hf.checkpoint import HfCheckpoint, read_config
 
 if TYPE_CHECKING:
@@ -47,10 +48,6 @@ if TYPE_CHECKING:
 
     class _TowerContext(Context):
         leaves: tuple[Tensor, ...]
-
-
-FORBIDDEN = -1000.0
-"""Added to the logits of placeholders, as it is by ``logit_bias`` in requests: their probability is 0 in fp32."""
 
 
 def vision_language_model(
