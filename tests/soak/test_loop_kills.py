@@ -51,20 +51,24 @@ def test_signals_at_random_moments(tmp_path: Path, signum: signal.Signals):
 
 
 @pytest.mark.parametrize(
-    ("script", "extra"),
+    ("script", "extra", "images"),
     [
-        ("train.py", []),
-        ("train_async.py", []),
-        ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"]),
-        ("train.py", ["--lora-rank", "8", "--lora-sync", "adapter"]),
+        ("train.py", [], False),
+        ("train_async.py", [], False),
+        ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"], False),
+        ("train.py", ["--lora-rank", "8", "--lora-sync", "adapter"], False),
+        ("train.py", [], True),
+        ("train.py", ["--partial-rollout", "--over-sampling-batch-size", "6"], True),
     ],
-    ids=["sync", "async", "partial", "adapters"],
+    ids=["sync", "async", "partial", "adapters", "images", "images partial"],
 )
 @pytest.mark.timeout(1800)
-def test_every_prompt_is_trained_on_once_whatever_is_killed_when(tmp_path: Path, script: str, extra: list[str]):
+def test_every_prompt_is_trained_on_once_whatever_is_killed_when(
+    tmp_path: Path, script: str, extra: list[str], images: bool
+):
     """Two epochs in six rollouts; killed in a rollout, in training and in a checkpoint, in any order."""
-    rng = random.Random(len(script) + len(extra))
-    run = LoopKills(tmp_path, 6, script=script, extra=extra)
+    rng = random.Random(len(script) + len(extra) + images)
+    run = LoopKills(tmp_path, 6, script=script, extra=extra, images=images)
     for stage in rng.sample(["rollout", "training", "save"], 3):
         print(run.kill_in(stage, rng))
     run.finish()

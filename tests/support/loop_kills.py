@@ -13,7 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from slime.rollout.debug_data import load_rollout
+from slime.rollout.requests.images import images_of
+from slime.utils.processing_utils import encode_image_for_rollout_engine
+from slime.utils.types import Sample
 from tests.support.run_train import Run, rl_flags, run_train, sums_file
+from tests.support.vision_models import make_vision_checkpoint, pictures_of_row, with_pictures
 from tools.tiny_model import make_tiny_checkpoint
 
 PROMPTS, BATCH, COPIES = 12, 4, 4
@@ -22,12 +26,22 @@ DEADLINE_S = 300.0
 
 
 class LoopKills:
-    """A tiny run of whole epochs over 12 sums in ``folder``, saved after every rollout, with the log of its trainer."""
+    """A tiny run of whole epochs over 12 sums in ``folder``, saved after every rollout, with the log of its trainer.
 
-    def __init__(self, folder: Path, rollouts: int, *, script: str = "train.py", extra: Sequence[str] = ()) -> None:
-        self.folder, self.rollouts, self.script = folder, rollouts, script
+    With ``images`` the prompts have no, one or two pictures, and the vision tower is trained too.
+    """
+
+    def __init__(
+        self, folder: Path, rollouts: int, *, script: str = "train.py", extra: Sequence[str] = (), images: bool = False
+    ) -> None:
+        self.folder, self.rollouts, self.script, self.images = folder, rollouts, script, images
         self.save, self.trained_file = folder / "save", folder / "trained.jsonl"
-        flags = rl_flags(make_tiny_checkpoint(folder / "model"), sums_file(folder / "sums.jsonl", PROMPTS))
+        prompts = sums_file(folder / "sums.jsonl", PROMPTS)
+        if images:
+            flags = rl_flags(make_vision_checkpoint(folder / "model", "qwen3_vl"), with_pictures(prompts))
+            flags += ["--multimodal-keys", '{"image": "images"}', "--train-vision-tower"]
+        else:
+            flags = rl_flags(make_tiny_checkpoint(folder / "model"), prompts)
         words = f"""--rollout-num-gpus 1 --num-rollout {rollouts} --rollout-shuffle --rollout-seed {SEED}
             --rollout-max-response-len 128 --save {self.save} --load {self.save} --save-interval 1
             --custom-rm-path tests.support.rollout_hooks.parity_reward
@@ -121,7 +135,7 @@ class LoopKills:
             assert list(groups.values()) == [COPIES] * BATCH, (rollout_id, groups)
             for sample in samples:
                 assert sample.group_index is not None
-                assert _sum_of(sample.group_index) in str(sample.prompt)
+                self._check_prompt(sample, _row_of(sample.group_index))
             self._check_journal(rollout_id, sorted(groups))
             trained += groups
         state = json.loads((self.save / "rollout" / f"global_dataset_state_dict_{self.rollouts - 1}.json").read_text())
@@ -129,6 +143,16 @@ class LoopKills:
         assert sorted(trained + waiting) == list(range(state["sample_group_index"])), (trained, waiting)
         if not self.surplus:
             assert trained == list(range(BATCH * self.rollouts))
+
+    def _check_prompt(self, sample: Sample, row: int) -> None:
+        """A sample was made from the ``row`` of the file, with the pictures of that row."""
+        assert f"{row % 10}+{row // 10}=" in str(sample.prompt)
+        if self.images:
+            assert [encode_image_for_rollout_engine(image) for image in images_of(sample)] == [
+                encode_image_for_rollout_engine(image) for image in pictures_of_row(row)
+            ]
+            grids = (sample.multimodal_train_inputs or {}).get("image_grid_thw", ())
+            assert len(grids) == row % 3
 
     def _check_journal(self, rollout_id: int, groups: list[int]) -> None:
         """The run's own journal says the same where it is still kept."""
@@ -140,9 +164,8 @@ class LoopKills:
             assert consumed[-1] == {"kind": "consumed", "rollout": rollout_id, "groups": groups}
 
 
-def _sum_of(group: int) -> str:
-    """Return the sum of a group by the documented order: every epoch a permutation of the file, by seed and epoch."""
+def _row_of(group: int) -> int:
+    """Return the row of a group by the documented order: every epoch a permutation of the file, by seed and epoch."""
     numbers = list(range(PROMPTS))
     random.Random(SEED + group // PROMPTS).shuffle(numbers)
-    number = numbers[group % PROMPTS]
-    return f"{number % 10}+{number // 10}="
+    return numbers[group % PROMPTS]
