@@ -9,7 +9,7 @@ from tests.support.distributed import run_distributed
 
 def test_a_sample_is_followed_from_the_prompt_to_the_loss(tmp_path: Path) -> None:
     [found] = run_distributed("tests.support.sample_path:record", 1, {"folder": str(tmp_path)})
-    assert {"rollout/sglang_rollout.py", "rollout/data_source.py", "ray/rollout_manager.py"} < {
+    assert {"rollout/sglang_rollout.py", "rollout/data_source.py", "ray/manager/conversion.py"} < {
         *found["rollout and conversion"]
     }
-    assert {"batching/packing.py", "backends/megatron_utils/loss.py"} < {*found["training"]}
+    assert {"batching/packing.py", "backends/megatron_utils/train/loss.py"} < {*found["training"]}
