@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.distributed import run_distributed
-from tests.support.model_families import make_checkpoint
+from tests.support.model_families import LAYOUTS, make_checkpoint
 
 pytestmark = pytest.mark.integration
 SPEC = ["slime_plugins.models.qwen3_5", "get_qwen3_5_spec"]
@@ -36,6 +36,20 @@ def test_it_is_the_module_of_transformers_which_attention_of_your_own_may_be(tmp
         for name, gradient in ours["gradients"].items():
             expected = theirs["gradients"][name]
             assert (gradient - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+
+
+def test_adapters_are_on_the_other_layers(tmp_path: Path) -> None:
+    arguments = {
+        "checkpoints": {"qwen3_5": make_checkpoint(tmp_path, "qwen3_5")},
+        "layouts": {"tp2": LAYOUTS["tp2"]},
+        "scratch": str(tmp_path),
+    }
+    for rank in run_distributed("tests.support.lora_ranks:all_families", 2, arguments):
+        found = rank["tp2/qwen3_5"]
+        assert found["logits"] < 5e-5
+        assert found["gradients"] < 1e-5
+        adapted = {entry.removesuffix(".weight").rsplit(".", 2)[-2] for entry in found["names"]}
+        assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 @pytest.mark.soak

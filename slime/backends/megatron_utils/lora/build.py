@@ -105,8 +105,9 @@ def _kind(name: str, rule: Rule) -> Kind | None:
     """Return how tensor parallelism cuts a linear layer; None for what is none.
 
     And for experts whose Hugging Face tensors are stacked, for which adapters have no names: and for a module each.
+    And for gated delta nets: engines take no adapters of them.
     """
-    if isinstance(rule.layout, Vocabulary) or rule.is_stacked or ".local_experts." in name:
+    if isinstance(rule.layout, Vocabulary) or rule.is_stacked or ".local_experts." in name or ".linear_attn." in name:
         return None
     if isinstance(rule.layout, RowParallel):
         return "row"
