@@ -58,7 +58,7 @@ def choose_loop(args: Args) -> None:
             "--check-weight-update-equal overwrites the engines' weights before the first sync, and with "
             "--debug-rollout-only there is none; leave one out"
         )
-    generates = args.rollout_function_path in GENERATE_WITH_ENGINES
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES and not args.log_probs_only
     if args.debug_train_only and args.load_debug_rollout_data is None and generates:
         diagnostics.warn(
             args,
@@ -171,6 +171,29 @@ def choose_serving(args: Args) -> None:
             args.hf_checkpoint = paths[0]
     elif args.rollout_num_gpus is None and not args.colocate and args.prefill_num_servers is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+
+
+def choose_log_probs(args: Args) -> None:
+    """Set what the log-prob server needs: ranks with weights alone, and no loop.
+
+    Flags about training, prompts and rollouts have no effect then, so that those of a run may be given as they are.
+    """
+    if not args.log_probs_only:
+        return
+    args.debug_train_only = args.no_load_optim = args.no_load_rng = True
+    args.debug_rollout_only = args.colocate = args.offload_train = args.use_kl_loss = args.use_opd = False
+    args.keep_old_actor = args.use_wandb = args.use_tensorboard = args.use_routing_replay = False
+    args.use_rollout_routing_replay = args.enable_mtp_training = args.release_train = False
+    args.kl_coef, args.num_rollout, args.advantage_estimator = 0.0, 0, "grpo"
+    args.prompt_data = args.eval_interval = args.eval_prompt_data = args.eval_config = args.save = args.save_hf = None
+    args.load_debug_rollout_data = args.opd_teacher_load = args.opd_type = args.num_epoch = args.sglang_config = None
+    args.n_samples_per_prompt = 1
+    args.rollout_batch_size = args.global_batch_size = (
+        args.actor_num_nodes * args.actor_num_gpus_per_node * (args.micro_batch_size or 1)
+    )
+    diagnostics.missing_flags(args).pop("rollout_batch_size", None)
+    if "teacher_warmup_port" not in args.explicit_flags:
+        args.teacher_warmup_port = args.teacher_port
 
 
 def _makes_no_rollouts(args: Args) -> bool:
