@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from slime.arguments.args import Args
 from slime.batching.schedule import build_dp_schedule
+
+if TYPE_CHECKING:
+    from slime.arguments.args import Args
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,9 @@ class LogProbRequest:
     seed: int = 0
 
     @classmethod
-    def of(cls, tokens: Sequence[int], labels: Sequence[Sequence[int]] = (), draws: int = 0, seed: int = 0) -> Any:
+    def of(
+        cls, tokens: Sequence[int], labels: Sequence[Sequence[int]] = (), draws: int = 0, seed: int = 0
+    ) -> LogProbRequest:
         """Return the request for plain lists; without ``labels`` none are wanted."""
         given = np.asarray(labels, dtype=np.int64).reshape(len(tokens) - 1, -1) if labels else None
         nothing = np.empty((len(tokens) - 1, 0), dtype=np.int64)

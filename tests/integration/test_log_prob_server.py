@@ -186,7 +186,7 @@ def test_what_is_refused(server: Server, path: str, body: object, status: int, w
     assert words in reply.json()["error"]
 
 
-def test_only_health_is_told_without_the_key(server: Server) -> None:
+def test_without_the_key_there_is_no_answer_but_the_health(server: Server) -> None:
     for path in ("/detect", "/info", "/get_loads"):
         assert httpx.get(server.url + path).status_code == 401
     for path in ("/generate", "/update_weights_from_disk"):

@@ -262,19 +262,25 @@ class TeacherServer(ArgumentGroup):
     read_by = "run"
 
     teacher_port: int = flag(
-        7999, "port of the log-prob server; default: the variable TEACHER_PORT, or 7999", gt=0, needs=LOG_PROB_SERVER
+        7999,
+        "port of the log-prob server; default: the variable TEACHER_PORT, or 7999",
+        gt=0,
+        variable="TEACHER_PORT",
+        needs=LOG_PROB_SERVER,
     )
     teacher_warmup_port: int = flag(
         7999,
         "port at which the first request is sent to it, if something is in front of it; default: the variable "
         "TEACHER_WARMUP_PORT, or --teacher-port",
         gt=0,
+        variable="TEACHER_WARMUP_PORT",
         needs=LOG_PROB_SERVER,
     )
     teacher_warmup_timeout_s: int = flag(
         3000,
         "seconds the first request may take; default: the variable TEACHER_WARMUP_TIMEOUT_S, or 3000",
         gt=0,
+        variable="TEACHER_WARMUP_TIMEOUT_S",
         needs=LOG_PROB_SERVER,
     )
     teacher_sample_reduction_chunk_size: int = flag(
@@ -287,6 +293,7 @@ class TeacherServer(ArgumentGroup):
         0,
         "largest number of tokens of a request, 0 for no limit; default: the variable MEGATRON_SERVER_MAX_LENGTH, or 0",
         ge=0,
+        variable="MEGATRON_SERVER_MAX_LENGTH",
         needs=LOG_PROB_SERVER,
     )
     megatron_server_update_timeout_s: float = flag(
@@ -294,12 +301,14 @@ class TeacherServer(ArgumentGroup):
         "seconds an update of weights waits for requests that are being answered; default: the variable "
         "MEGATRON_SERVER_UPDATE_TIMEOUT_S, or 3600",
         gt=0,
+        variable="MEGATRON_SERVER_UPDATE_TIMEOUT_S",
         needs=LOG_PROB_SERVER,
     )
     megatron_server_warmup: bool | None = flag(
         None,
         "whether a first request is answered before /healthz says so; default: the variable MEGATRON_SERVER_WARMUP, "
         "or yes",
+        variable="MEGATRON_SERVER_WARMUP",
         needs=LOG_PROB_SERVER,
     )
 

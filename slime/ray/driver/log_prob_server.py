@@ -30,7 +30,9 @@ import ray
 from aiohttp import web
 
 from slime.arguments.args import Args
+from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
+from slime.arguments.flag import CONVERTERS, KIND_WORDS
 from slime.arguments.parse import exit_with, parse_args
 from slime.arguments.rules import hf_config
 from slime.arguments.rules.checkpoints import is_megatron_checkpoint
@@ -64,15 +66,6 @@ LIVENESS_INTERVAL_S = 1.0
 SHUTDOWN_S = 5.0
 """So long a server that ends waits for answers to be sent."""
 WARM = web.AppKey("warm", asyncio.Event)
-VARIABLES = {
-    "teacher_port": "TEACHER_PORT",
-    "teacher_warmup_port": "TEACHER_WARMUP_PORT",
-    "teacher_warmup_timeout_s": "TEACHER_WARMUP_TIMEOUT_S",
-    "megatron_server_max_length": "MEGATRON_SERVER_MAX_LENGTH",
-    "megatron_server_update_timeout_s": "MEGATRON_SERVER_UPDATE_TIMEOUT_S",
-    "megatron_server_warmup": "MEGATRON_SERVER_WARMUP",
-}
-"""Attributes of flags -> variables that give them where the command line does not."""
 
 
 @dataclass
@@ -127,7 +120,7 @@ class LogProbQueue:
                     future.set_result(reply)
 
     def _next_batch(self) -> list[tuple[LogProbRequest, asyncio.Future[LogProbReply]]]:
-        """Take what waits, as much as fits, and one at least; not what nobody waits for any more."""
+        """Take what waits, as much as fits, and one at least; not that of clients that are gone."""
         batch: list[tuple[LogProbRequest, asyncio.Future[LogProbReply]]] = []
         while self._waiting and (not batch or self.fits([r for r, _ in batch] + [self._waiting[0][0]])):
             one = self._waiting.popleft()
@@ -533,19 +526,27 @@ def serve_log_probs(args: Args) -> None:
 
 
 def words_of_variables(words: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """Return the flags that ``VARIABLES`` give and ``words`` do not."""
+    """Return the flags that variables of the environment give and ``words`` do not.
+
+    Raises ArgumentError for a value that the flag does not take.
+    """
     found: list[str] = []
-    for dest, variable in VARIABLES.items():
-        option = "--" + dest.replace("_", "-")
-        given = any(word.split("=")[0] in (option, option.replace("--", "--no-", 1)) for word in words)
-        value = environ.get(variable)
-        if given or not value:
+    for flag in flags_where(lambda traits: traits.variable):
+        value = environ.get(flag.traits.variable or "")
+        if not value or any(word.split("=")[0] in flag.options for word in words):
             continue
-        if dest == "megatron_server_warmup":
-            yes = value.lower() in ("true", "1", "yes", "y", "on")
-            found.append(option if yes else "--no-megatron-server-warmup")
+        try:
+            CONVERTERS[flag.kind](value)
+        except ValueError as e:
+            raise ArgumentError(
+                f"the variable {flag.traits.variable} gives {flag.option}: expected {KIND_WORDS[flag.kind]}, got "
+                f"{value!r}; unset it, or give the flag"
+            ) from e
+        if flag.action == "tristate":
+            yes, no = flag.options
+            found.append(yes if value.lower() in ("true", "1", "yes", "y", "on") else no)
         else:
-            found += [option, value]
+            found += [flag.option, value]
     return found
 
 

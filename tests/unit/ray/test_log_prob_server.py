@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slime.arguments import ArgumentError, parse_args
 from slime.batching.log_prob_requests import LogProbReply, LogProbRequest, shards_of_requests
 from slime.ray.driver import log_prob_server
 from slime.ray.driver.log_prob_server import LogProbQueue, WeightUpdates, words_of_variables
 from slime.servers.request_checks import RequestError
+from tools.tiny_model import make_tiny_checkpoint, megatron_flags
 
 NOTHING = np.empty((0, 0))
 
@@ -195,7 +197,7 @@ def test_weights_that_are_half_loaded_end_the_server(contents: dict[str, Any]) -
 
 def test_a_checkpoint_is_known_by_its_files(tmp_path: Path) -> None:
     from slime.arguments import parse_args
-    from tools.tiny_model import make_tiny_checkpoint, megatron_flags
+    from tools.tiny_model import make_tiny_checkpoint
 
     checkpoint = make_tiny_checkpoint(tmp_path / "model")
     args = parse_args(["--hf-checkpoint", str(checkpoint), *megatron_flags(checkpoint)], log_probs=True)
@@ -211,6 +213,22 @@ def test_variables_stand_in_for_flags() -> None:
     assert words_of_variables([], environ) == ["--teacher-port", "8001", "--no-megatron-server-warmup"]
     assert words_of_variables(["--teacher-port=1", "--megatron-server-warmup"], environ) == []
     assert words_of_variables([], {"MEGATRON_SERVER_WARMUP": "Yes"}) == ["--megatron-server-warmup"]
+    with pytest.raises(ArgumentError, match=r"TEACHER_PORT gives --teacher-port: expected an integer, got 'tcp://"):
+        words_of_variables([], {"TEACHER_PORT": "tcp://10.0.0.1:80"})
+
+
+def test_flags_of_a_run_are_taken_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those about training, prompts and engines have no effect."""
+    checkpoint = make_tiny_checkpoint(tmp_path / "model")
+    words = f"""--hf-checkpoint {checkpoint} --prompt-data prompts.jsonl --advantage-estimator ppo --num-rollout 100
+        --rollout-batch-size 3 --n-samples-per-prompt 5 --global-batch-size 15 --save {tmp_path}/save --save-interval 1
+        --colocate --use-kl-loss --kl-coef 0.1 --actor-num-gpus-per-node 4 --tensor-model-parallel-size 2
+        --teacher-port 8001"""
+    args = parse_args(words.split(), log_probs=True)
+    assert (args.num_rollout, args.use_critic, args.debug_train_only, args.colocate) == (0, False, True, False)
+    assert (args.save, args.prompt_data, args.kl_coef, args.use_kl_loss) == (None, None, 0, False)
+    assert (args.teacher_port, args.teacher_warmup_port) == (8001, 8001)
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("dp", "vpp", "group", "micro"), [(1, 1, 1, 1), (3, 1, 1, 2), (2, 2, 2, 1)])
