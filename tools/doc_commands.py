@@ -122,16 +122,19 @@ def flag_mistake(word: str) -> str:
     return f"unknown flag {name}" + (f"; did you mean {guess}?" if guess else "")
 
 
+LOG_PROB_SERVER = "slime.backends.megatron_utils.server.megatron_server"
+
+
 def _check_module(module: str, words: list[str]) -> Iterator[str]:
     if module.split(".")[0] not in OWN:
         return
     if module == "slime" and words[:1] == ["engines"]:
         yield from _check_engines(words[1:])
         return
-    if module in ("slime", "slime.arguments"):
+    if module in ("slime", "slime.arguments", LOG_PROB_SERVER):
         yield from _check_train(words[1:] if module == "slime" else words)
         return
-    path = ROOT.joinpath(*module.split("."))
+    path = ROOT.joinpath(*home_of(module).split("."))
     if not path.with_suffix(".py").is_file() and not (path / "__main__.py").is_file():
         yield f"there is no module {module} to run"
         return

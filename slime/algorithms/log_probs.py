@@ -422,3 +422,77 @@ class _TopPLogProbs(torch.autograd.Function):
         held = mine.nonzero().squeeze(1)
         grad[rows[held], column[held]] = (-scaled * torch.expm1(log_probs))[held].to(grad.dtype)
         return grad, None, None, None, None, None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's part of the vocabulary: its log-probs of any ids, and draws. Nothing has a gradient.
+
+    Logits are [N, V_local], divided by ``temperature``. Their first ``columns`` columns are the ids from ``start`` on,
+    the others padding; ``group`` shares the vocabulary. Results are the same on all of its ranks. ``chunk`` rows are
+    worked on at a time: their logits are copied in float32, for draws in float64.
+    """
+
+    start: int
+    columns: int
+    temperature: float
+    group: dist.ProcessGroup | None = None
+
+    def log_probs(self, logits: Tensor, rows: Tensor, ids: Tensor, chunk: int) -> Tensor:
+        """Return float32 [n, k], the log-probs of ``ids`` [n, k] under the rows ``rows`` [n] of ``logits``."""
+        found = ids.new_empty(ids.shape, dtype=torch.float32)
+        for first in range(0, rows.size(0), chunk):
+            span = slice(first, first + chunk)
+            z = self._scaled(logits, rows[span])
+            found[span] = self._at(z, ids[span]) - self._normalizer(z).unsqueeze(1)
+        return found
+
+    def sample(self, logits: Tensor, rows: Tensor, uniform: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+        """Draw a token for each of ``uniform`` [n, k], with replacement; return (int64 ids, log-probs), each [n, k].
+
+        By inversion: the token whose part of the cumulative distribution, in the order of ids, holds the number.
+        """
+        ids = uniform.new_empty(uniform.shape, dtype=torch.int64)
+        log_probs = uniform.new_empty(uniform.shape, dtype=torch.float32)
+        for first in range(0, rows.size(0), chunk):
+            span = slice(first, first + chunk)
+            z = self._scaled(logits, rows[span])
+            normalizer = self._normalizer(z)
+            ids[span] = self._inverted((z - normalizer.unsqueeze(1)).double().exp(), uniform[span])
+            log_probs[span] = self._at(z, ids[span]) - normalizer.unsqueeze(1)
+        return ids, log_probs
+
+    def _scaled(self, logits: Tensor, rows: Tensor) -> Tensor:
+        return logits[rows, : self.columns].float() / self.temperature
+
+    def _normalizer(self, z: Tensor) -> Tensor:
+        """Return log sum exp over the whole vocabulary, [n]."""
+        local = torch.logsumexp(z, 1) if self.columns else z.new_full((z.size(0),), -torch.inf)
+        return torch.logsumexp(gather_ranks(local.unsqueeze(0), self.group)[0], 0)
+
+    def _at(self, z: Tensor, ids: Tensor) -> Tensor:
+        """Return the logits of ``ids`` [n, k], whichever rank has them."""
+        column = ids - self.start
+        mine = (column >= 0) & (column < self.columns)
+        if self.columns:
+            found = z.gather(1, column.clamp(0, self.columns - 1)).masked_fill(~mine, -torch.inf)
+        else:
+            found = z.new_full(ids.shape, -torch.inf)
+        return gather_ranks(found.reshape(1, -1), self.group)[0].amax(0).view_as(found)
+
+    def _inverted(self, probabilities: Tensor, uniform: Tensor) -> Tensor:
+        """Return the ids at ``uniform`` [n, k] of the cumulative distribution of ``probabilities`` [n, columns]."""
+        masses = gather_ranks(probabilities.sum(1).unsqueeze(0), self.group)[0]  # [tp, n]
+        ends = masses.cumsum(0)
+        scaled = uniform * ends[-1].unsqueeze(1)
+        rank = 0 if self.group is None else self.group.rank()
+        begin = ends[rank - 1] if rank else torch.zeros_like(ends[0])
+        last = masses.size(0) - 1 - masses.flip(0).ne(0).int().argmax(0)  # rounding may put a number past the end
+        owner = torch.minimum((scaled.unsqueeze(0) >= ends.unsqueeze(2)).sum(0), last.unsqueeze(1))
+        column = torch.zeros_like(owner)
+        if self.columns:
+            inside = torch.searchsorted(probabilities.cumsum(1), scaled - begin.unsqueeze(1), right=True)
+            positive = self.columns - 1 - probabilities.flip(1).ne(0).int().argmax(1)
+            column = torch.minimum(inside, positive.unsqueeze(1)) + self.start
+        found = column.masked_fill(owner != rank, -1)
+        return gather_ranks(found.reshape(1, -1), self.group)[0].amax(0).view_as(found)

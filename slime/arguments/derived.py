@@ -17,6 +17,8 @@ class DerivedArgs:
     """Attribute -> value that was given and that a rule replaced."""
     serve_only: bool
     """Engines are served and no rollouts are made: ``slime serve``."""
+    log_probs_only: bool
+    """Trainers answer requests and nothing is trained: ``slime.ray.driver.log_prob_server``."""
 
     use_critic: bool
     """There is a critic: the estimator needs one (``slime.algorithms.estimators``)."""

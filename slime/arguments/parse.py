@@ -39,13 +39,14 @@ def parse_args(
     *,
     look: Callable[..., Any] | None = None,
     serve: bool = False,
+    log_probs: bool = False,
 ) -> Args:
     """Parse, check and derive. ``argv`` None reads ``sys.argv``.
 
     ``add_custom_arguments(parser)`` may add a user's own flags. On a wrong command line: a message on stderr and exit
     status 2 when ``sys.argv`` is read, an ``ArgumentError`` when ``argv`` is given. ``--help [WORD]`` and
     ``--dry-run`` print and exit with status 0.
-    ``serve``: the command line is that of ``slime serve``.
+    ``serve``: the command line is that of ``slime serve``; ``log_probs``: of the log-prob server.
     ``look(args, dry_run=True)`` returns what a dry run finds beyond the flags (``slime.preflight.look.Findings``).
     ``args.explicit_flags`` (a frozenset of attributes) says what was given on the command line,
     ``args.replaced_values`` (by attribute) what was given and then replaced by a rule.
@@ -57,7 +58,7 @@ def parse_args(
         flags = all_flags()
         parser = build_parser(flags, _custom_arguments(words, add_custom_arguments))
         _answer_help(words, flags, parser)
-        args = resolve(words, flags, parser, serve=serve)
+        args = resolve(words, flags, parser, serve=serve, log_probs=log_probs)
         if args.dry_run:
             _answer_dry_run(args, look)
     except ArgumentError as error:
@@ -71,7 +72,12 @@ def parse_args(
 
 
 def resolve(
-    words: Sequence[str], flags: Sequence[Flag], parser: argparse.ArgumentParser, *, serve: bool = False
+    words: Sequence[str],
+    flags: Sequence[Flag],
+    parser: argparse.ArgumentParser,
+    *,
+    serve: bool = False,
+    log_probs: bool = False,
 ) -> Args:
     """Read ``words`` with ``parser``, fill defaults, apply every rule. Raises ``ArgumentError``.
 
@@ -91,7 +97,7 @@ def resolve(
     args = Args(**{flag.dest: copy.copy(flag.default) for flag in flags})
     for name, value in changed.items():
         setattr(args, name, value)
-    args.serve_only = serve
+    args.serve_only, args.log_probs_only = serve, log_probs
     diagnostics.begin(args)
     stand_ins = {"hf_checkpoint": "HF_CHECKPOINT", "rollout_batch_size": changed.get("global_batch_size") or 1}
     for flag in flags:

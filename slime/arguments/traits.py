@@ -84,6 +84,7 @@ class Traits:
     Values: ``default``, where slime's is not that of the package that has the flag. ``path`` names a file, a
     directory, or a directory with a model; ``template`` has placeholders; ``hook`` names a function. ``follows``: the
     attribute whose value is the default. ``resolved_by``: the module of ``rules`` after which None is replaced.
+    ``variable`` of the environment gives a flag of the log-prob server where the command line does not.
     Effects: ``needs`` an option, ``silenced_by`` others (both ``rules.silenced``);
     ``decides_generation``: groups made under another value are not used again (``rollout.durable``);
     ``without_advantages``: refused when none are computed.
@@ -105,6 +106,7 @@ class Traits:
     hook: Contract | None = None
     follows: str | None = None
     resolved_by: str | None = None
+    variable: str | None = None
     needs: str | Needs | None = None
     silenced_by: tuple[Silencer, ...] = ()
     decides_generation: bool = False

@@ -107,9 +107,9 @@ def gather_responses(
 ) -> list[Tensor]:
     """Rejoin per-response-token values of several samples over a context-parallel group, in one collective.
 
-    ``local_values[i]`` [n_local_i] holds ``ranges[i]`` of sample ``i``; returns tensors [response_length_i], equal on
-    all ranks. Differentiable: the gradient of a local value is the sum of the gradients from all ranks, because every
-    rank may have used it. ``group`` None means that this process holds everything.
+    ``local_values[i]`` [n_local_i, ...] holds ``ranges[i]`` of sample ``i``; returns tensors [response_length_i, ...],
+    equal on all ranks. Differentiable: the gradient of a local value is the sum of the gradients from all ranks,
+    because every rank may have used it. ``group`` None means that this process holds everything.
 
     Raises ValueError when a local tensor does not cover its ranges.
     """
@@ -160,7 +160,7 @@ class _ScatterAndSum(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(index)
         ctx.group = group  # type: ignore[attr-defined]
-        full = local.new_zeros(size).index_copy_(0, index, local.detach())
+        full = local.new_zeros(size, *local.shape[1:]).index_copy_(0, index, local.detach())
         dist.all_reduce(full, group=group)
         return full
 

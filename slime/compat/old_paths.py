@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from importlib.util import find_spec
+from types import CodeType, ModuleType
 
 from slime.utils.moved import moved
 
@@ -149,6 +150,7 @@ ALIASES: dict[str, str] = {
     f"{_MEGATRON}.layer_specs": f"{_MEGATRON}.model.layer_specs",
     f"{_MEGATRON}.stateless_adam": f"{_MEGATRON}.state.stateless_adam",
     f"{_MEGATRON}.update_weight_utils": "slime.compat.update_weight_utils",
+    f"{_MEGATRON}.server.megatron_server": "slime.ray.driver.log_prob_server",
     "slime.first_look": "slime.preflight.look",
     "slime.planner": "slime.preflight.plan",
     "slime.ray.placement_group": "slime.ray.driver.placement_group",
@@ -193,7 +195,6 @@ LACKING: dict[str, str] = {
         f"{_MEGATRON}.hf_to_megatron.{name}": f"loaders of single families: {_WEIGHTS}.load_hf loads all"
         for name in _CONVERTERS
     },
-    f"{_MEGATRON}.server": "a Megatron server for teachers",
     f"{_MEGATRON}.alignment": "trainer kernels that equal the engine's bit for bit",
     f"{_MEGATRON}.kernels": "kernels of its own for INT4: --quantization-aware-training needs none",
     **{
@@ -221,7 +222,7 @@ class OldPathFinder:
         feature = next((why for old, why in LACKING.items() if f"{fullname}.".startswith(f"{old}.")), None)
         if feature is not None:
             raise ModuleNotFoundError(f"there is no {fullname}: this version of slime lacks {feature}", name=fullname)
-        is_package = any(old.startswith(f"{fullname}.") for old in (*PUBLIC, *OLD, *LACKING))
+        is_package = any(old.startswith(f"{fullname}.") for old in (*ALIASES, *PUBLIC, *OLD, *LACKING))
         if fullname in PUBLIC or fullname in OLD or (is_package and fullname.startswith(f"{_MEGATRON}.")):
             return ModuleSpec(fullname, _OldModule(), is_package=is_package)  # type: ignore[arg-type]
         return None
@@ -242,7 +243,11 @@ class AliasFinder:
     ) -> ModuleSpec | None:
         """Return the spec of a module that moved; None for all others."""
         home = home_of(fullname) if fullname.startswith("slime.") else fullname
-        return None if home == fullname else ModuleSpec(fullname, _MovedModule(home))  # type: ignore[arg-type]
+        if home == fullname:
+            return None
+        found = find_spec(home)
+        origin = None if found is None else found.origin  # the file of a module that ``python -m`` runs
+        return ModuleSpec(fullname, _MovedModule(home), origin=origin)  # type: ignore[arg-type]
 
 
 class _MovedModule:
@@ -251,6 +256,12 @@ class _MovedModule:
 
     def create_module(self, spec: ModuleSpec) -> None:
         """An ordinary module will do: it is replaced."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of the module, which ``python -m`` runs."""
+        spec = find_spec(self.home)
+        code: CodeType | None = spec.loader.get_code(self.home)  # type: ignore[union-attr]
+        return code
 
     def exec_module(self, module: ModuleType) -> None:
         sys.modules[module.__name__] = import_module(self.home)

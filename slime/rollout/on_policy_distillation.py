@@ -1,6 +1,6 @@
 """On-policy distillation: a teacher behind ``--rm-url`` returns the log-probs of what the student wrote.
 
-``reward_func`` (``--custom-rm-path``) asks an SGLang server, ``post_process_rewards``
+``reward_func`` (``--custom-rm-path``) asks an SGLang server or slime's log-prob server, ``post_process_rewards``
 (``--custom-reward-post-process-path``) makes ``teacher_log_probs`` of its reply. Rewards are zero: what trains is the
 difference between the log-probs of teacher and student.
 """
@@ -11,6 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,8 @@ def teacher_log_probs(sample: Sample, reply: object) -> list[float]:
     """Return the log-probs of the response tokens (response_length floats) of a teacher's ``reply``.
 
     ``meta_info.input_token_logprobs`` has ``[log-prob, token id, ...]`` for every token of prompt and response; nothing
-    is known about the first. Raises ValueError when it is missing, or is not about the tokens of ``sample``.
+    is known about the first. ``log_probs``, of the log-prob server, are those of all but the first. Raises ValueError
+    when it is missing, or is not about the tokens of ``sample``.
     """
     entries = _response_entries(sample, reply)
     masks = sample.loss_mask if images_of(sample) else None
@@ -148,10 +150,15 @@ def _response_entries(sample: Sample, reply: object) -> list[Any]:
     """Return what ``reply`` has of each response token, ``[log-prob, token id, ...]``."""
     meta_info = reply.get("meta_info") if isinstance(reply, Mapping) else None
     entries = meta_info.get("input_token_logprobs") if isinstance(meta_info, Mapping) else None
+    of_tokens = reply.get("log_probs") if isinstance(reply, Mapping) else None
+    if isinstance(of_tokens, Sequence):  # of the log-prob server, about all tokens but the first
+        entries = [
+            [value, token] for value, token in zip_longest([None, *of_tokens], sample.tokens[: len(of_tokens) + 1])
+        ]
     if not isinstance(entries, Sequence):
         raise ValueError(
-            f"{_name(sample)}: the teacher's reply has no meta_info.input_token_logprobs, is --rm-url /generate of an "
-            f"SGLang server? Got {reply!r:.300}"
+            f"{_name(sample)}: the teacher's reply has neither meta_info.input_token_logprobs nor log_probs, is "
+            f"--rm-url /generate of an SGLang or log-prob server? Got {reply!r:.300}"
         )
     total, length = len(sample.tokens), sample.response_length
     with_images = bool((sample.multimodal_inputs or {}).get("images"))  # each is as many tokens as the server makes it

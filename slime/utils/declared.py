@@ -20,6 +20,7 @@ PARSED = "explicit_flags"
 DERIVED: dict[str, Any] = {
     "continues_own_checkpoints": False,
     "eval_datasets": [],
+    "log_probs_only": False,
     "role_values": {},
     "rollout_external": False,
     "rollout_external_engine_infos": None,

@@ -357,7 +357,7 @@ class OwnArgs:
     ci_save_grad_norm: str | None
     ci_load_grad_norm: str | None
 
-    # teacher server
+    # log-prob server
     teacher_port: int
     teacher_warmup_port: int
     teacher_warmup_timeout_s: int

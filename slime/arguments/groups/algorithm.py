@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 from slime.algorithms.estimators import ESTIMATORS, WITH_CRITIC, names_where
 from slime.arguments.group import ArgumentGroup, DottedPath, flag
-from slime.arguments.traits import Contract
+from slime.arguments.traits import Contract, Needs
 
 if TYPE_CHECKING:
     EstimatorName = str
@@ -250,22 +250,67 @@ class Distillation(ArgumentGroup):
     )
 
 
+LOG_PROB_SERVER = Needs(
+    "python -m slime.backends.megatron_utils.server.megatron_server", lambda args: args.log_probs_only
+)
+
+
 class TeacherServer(ArgumentGroup):
     """A server that answers with log-probs of a Megatron model."""
 
-    title = "teacher server"
+    title = "log-prob server"
     read_by = "run"
 
-    teacher_port: int = flag(7999, "port of the teacher server", gt=0, not_yet=True)
-    teacher_warmup_port: int = flag(7999, "port of the teacher server during warm-up", gt=0, not_yet=True)
-    teacher_warmup_timeout_s: int = flag(3000, "seconds the warm-up of the teacher server may take", gt=0, not_yet=True)
-    teacher_sample_reduction_chunk_size: int = flag(
-        4096, "tokens per chunk of the sample reduction", gt=0, not_yet=True
+    teacher_port: int = flag(
+        7999,
+        "port of the log-prob server; default: the variable TEACHER_PORT, or 7999",
+        gt=0,
+        variable="TEACHER_PORT",
+        needs=LOG_PROB_SERVER,
     )
-    teacher_label_reduction_chunk_size: int = flag(4096, "tokens per chunk of the label reduction", gt=0, not_yet=True)
-    megatron_server_max_length: int = flag(0, "largest number of tokens of a sequence; 0: no limit", ge=0, not_yet=True)
-    megatron_server_update_timeout_s: float = flag(3600.0, "seconds a weight update may take", gt=0, not_yet=True)
-    megatron_server_warmup: bool | None = flag(None, "warm up before serving; default: yes", not_yet=True)
+    teacher_warmup_port: int = flag(
+        7999,
+        "port at which the first request is sent to it, if something is in front of it; default: the variable "
+        "TEACHER_WARMUP_PORT, or --teacher-port",
+        gt=0,
+        variable="TEACHER_WARMUP_PORT",
+        needs=LOG_PROB_SERVER,
+    )
+    teacher_warmup_timeout_s: int = flag(
+        3000,
+        "seconds the first request may take; default: the variable TEACHER_WARMUP_TIMEOUT_S, or 3000",
+        gt=0,
+        variable="TEACHER_WARMUP_TIMEOUT_S",
+        needs=LOG_PROB_SERVER,
+    )
+    teacher_sample_reduction_chunk_size: int = flag(
+        4096, "tokens whose logits are copied at a time to draw from them", gt=0, needs=LOG_PROB_SERVER
+    )
+    teacher_label_reduction_chunk_size: int = flag(
+        4096, "tokens whose logits are copied at a time for labels", gt=0, needs=LOG_PROB_SERVER
+    )
+    megatron_server_max_length: int = flag(
+        0,
+        "largest number of tokens of a request, 0 for no limit; default: the variable MEGATRON_SERVER_MAX_LENGTH, or 0",
+        ge=0,
+        variable="MEGATRON_SERVER_MAX_LENGTH",
+        needs=LOG_PROB_SERVER,
+    )
+    megatron_server_update_timeout_s: float = flag(
+        3600.0,
+        "seconds an update of weights waits for requests that are being answered; default: the variable "
+        "MEGATRON_SERVER_UPDATE_TIMEOUT_S, or 3600",
+        gt=0,
+        variable="MEGATRON_SERVER_UPDATE_TIMEOUT_S",
+        needs=LOG_PROB_SERVER,
+    )
+    megatron_server_warmup: bool | None = flag(
+        None,
+        "whether a first request is answered before /healthz says so; default: the variable MEGATRON_SERVER_WARMUP, "
+        "or yes",
+        variable="MEGATRON_SERVER_WARMUP",
+        needs=LOG_PROB_SERVER,
+    )
 
 
 class MultiTokenPrediction(ArgumentGroup):

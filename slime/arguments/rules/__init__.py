@@ -35,6 +35,7 @@ from slime.arguments.rules import (
 RULES = (
     sglang.set_lacking,
     debug.choose_serving,
+    debug.choose_log_probs,
     debug.expand_dumps,
     debug.check_templates,
     debug.choose_loop,

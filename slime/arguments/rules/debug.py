@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import string
 from pathlib import Path
 
@@ -11,7 +13,14 @@ from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.files.sglang_config import read
-from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, GENERATE_WITH_ENGINES
+from slime.arguments.group import flags_of
+from slime.arguments.groups.algorithm import Algorithm, Distillation, OffPolicy
+from slime.arguments.groups.cluster import ElasticEngines, ExternalEngines, FaultTolerance
+from slime.arguments.groups.data import Data
+from slime.arguments.groups.debug import ContinuousIntegration, Profiling
+from slime.arguments.groups.reward import Reward
+from slime.arguments.groups.rollout import DEFAULT_ROLLOUT, GENERATE_WITH_ENGINES, Environments, Eval, Rollout
+from slime.arguments.groups.weight_sync import WeightSync
 from slime.arguments.rules.data import BUILT_IN_SOURCES
 
 FORGE_ROLLOUT = "slime.rollout.forge_load.generate_rollout"
@@ -58,7 +67,7 @@ def choose_loop(args: Args) -> None:
             "--check-weight-update-equal overwrites the engines' weights before the first sync, and with "
             "--debug-rollout-only there is none; leave one out"
         )
-    generates = args.rollout_function_path in GENERATE_WITH_ENGINES
+    generates = args.rollout_function_path in GENERATE_WITH_ENGINES and not args.log_probs_only
     if args.debug_train_only and args.load_debug_rollout_data is None and generates:
         diagnostics.warn(
             args,
@@ -147,6 +156,13 @@ def check_profiling(args: Args) -> None:
         )
 
 
+OF_THE_LOOP = (
+    Environments, Data, Eval, Reward, Algorithm, OffPolicy, WeightSync, FaultTolerance, ElasticEngines,
+    ExternalEngines, Distillation, Profiling, ContinuousIntegration,
+)  # fmt: skip
+"""The flags that the log-prob server does not read, and of ``Rollout`` those that trainers do not."""
+
+
 def choose_serving(args: Args) -> None:
     """Set ``args.serve_only`` and, where it is true, what the command line may leave out.
 
@@ -171,6 +187,29 @@ def choose_serving(args: Args) -> None:
             args.hf_checkpoint = paths[0]
     elif args.rollout_num_gpus is None and not args.colocate and args.prefill_num_servers is None:
         args.rollout_num_gpus = args.rollout_num_gpus_per_engine
+
+
+def choose_log_probs(args: Args) -> None:
+    """Set what the log-prob server needs: ranks with weights alone, and no loop.
+
+    Flags about training, prompts and rollouts have no effect then, so that those of a run may be given as they are.
+    """
+    if not args.log_probs_only:
+        return
+    of_sampling = [flag for flag in flags_of(Rollout) if flag.traits.read_by != "trainers"]
+    for flag in itertools.chain(of_sampling, *map(flags_of, OF_THE_LOOP)):
+        setattr(args, flag.dest, copy.copy(flag.default))
+    args.debug_train_only = args.no_load_optim = args.no_load_rng = True
+    args.debug_rollout_only = args.colocate = args.offload_train = args.offload = args.release_train = False
+    args.use_wandb = args.use_tensorboard = args.enable_mtp_training = False
+    args.save = args.save_interval = args.save_hf = args.load_debug_rollout_data = args.sglang_config = None
+    args.num_rollout, args.n_samples_per_prompt = 0, 1
+    args.rollout_batch_size = args.global_batch_size = (
+        args.actor_num_nodes * args.actor_num_gpus_per_node * (args.micro_batch_size or 1)
+    )
+    diagnostics.missing_flags(args).pop("rollout_batch_size", None)
+    if "teacher_warmup_port" not in args.explicit_flags:
+        args.teacher_warmup_port = args.teacher_port
 
 
 def _makes_no_rollouts(args: Args) -> bool:

@@ -105,7 +105,7 @@ def _check_run_length(args: Args) -> None:
             "--num-epoch counts passes over the prompts, of which --disable-rollout-global-dataset has none; "
             "give --num-rollout"
         )
-    if args.num_rollout == 0 and args.eval_interval is None and not args.serve_only:
+    if args.num_rollout == 0 and args.eval_interval is None and not (args.serve_only or args.log_probs_only):
         diagnostics.warn(args, "--num-rollout 0 without --eval-interval: nothing is trained and nothing evaluated")
     start = args.start_rollout_id
     if start and args.num_rollout and start >= args.num_rollout:

@@ -169,8 +169,8 @@ def _check_critic_alone(args: Args) -> None:
 
 def is_present(args: Args, needed: str | Needs) -> bool:
     """True when ``args`` have what a flag needs: ``--a``, ``--a value`` or several, with ``or`` between them."""
-    if isinstance(needed, Needs):
-        return is_present(args, needed.option) or bool(needed.or_else(args))
+    if isinstance(needed, Needs):  # of a program that is no option, the condition alone
+        return bool(needed.or_else(args)) or (needed.option.startswith("--") and is_present(args, needed.option))
     option = ""
     for words in needed.split(" or "):
         option, _, value = words.partition(" ") if words.startswith("--") else (option, "", words)

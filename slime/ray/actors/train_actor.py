@@ -26,6 +26,7 @@ from slime.utils.network import MEETING_FILE, get_current_node_ip, get_free_port
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.train.trainer import MegatronTrainer
+    from slime.batching.log_prob_requests import LogProbReply, LogProbShard
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,16 @@ class TrainRayActor:
     def canary(self, tokens: Sequence[int]) -> list[float] | None:
         """Return the log-probs of ``tokens[1:]`` on the last pipeline stage, None elsewhere."""
         return self.trainer.canary(tokens)
+
+    @reports_errors
+    def served_log_probs(self, shards: Sequence[LogProbShard]) -> tuple[int, list[LogProbReply]] | None:
+        """Reply to requests of the log-prob server (``slime.batching.log_prob_requests``), a shard per DP rank."""
+        return self.trainer.served_log_probs(shards)
+
+    @reports_errors
+    def load_weights(self, path: str) -> None:
+        """Replace the weights by those of a checkpoint."""
+        self.trainer.load_weights(path)
 
     def layout(self) -> dict[str, int]:
         """Return the parallel configuration of this rank."""

@@ -106,7 +106,7 @@ def serve(args: Args) -> NoReturn:
         serves = True
         start.done()
         if key is not None and key != args.sglang_api_key:
-            _hand_over_key(path / "api_key", key)
+            hand_over_key(path / "api_key", key)
         _watch(manager, failure, peer, path / "serving.json")
     except KeyboardInterrupt:
         if serves:
@@ -131,7 +131,7 @@ def _watch(manager: RemoteActor, failure: object, peer: Peer, file: Path) -> NoR
         ray.wait([failure], timeout=STATUS_INTERVAL_S)
 
 
-def _hand_over_key(file: Path, key: str) -> None:
+def hand_over_key(file: Path, key: str) -> None:
     """Write the key that was generated for servers that other hosts can reach where only this user can read it."""
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:

@@ -102,11 +102,11 @@ def test_what_to_do_instead_can_be_done():
 
 def test_a_run_is_refused_and_a_dry_run_lists():
     with pytest.raises(ArgumentError, match="--cache-mla-latents is not available yet"):
-        parse("--cache-mla-latents", "--megatron-server-warmup")
-    args = dry("--cache-mla-latents", "--megatron-server-warmup")
+        parse("--cache-mla-latents", "--qk-clip")
+    args = dry("--cache-mla-latents", "--qk-clip")
     assert sorted(message.split()[0] for message in args.not_available) == [
         "--cache-mla-latents",
-        "--megatron-server-warmup",
+        "--qk-clip",
     ]
 
 

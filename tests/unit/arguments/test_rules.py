@@ -223,14 +223,13 @@ def test_attributes_that_plugins_read_are_there():
         assert missing == (["data_parallel_size"] if "--debug-rollout-only" in flags else []), flags
 
 
-def test_a_log_prob_server_is_refused_and_its_variables_are_left_alone(monkeypatch):
+def test_a_run_leaves_the_settings_of_the_log_prob_server_alone(monkeypatch, capsys):
     """Clusters set names like TEACHER_PORT for purposes of their own."""
     monkeypatch.setenv("TEACHER_PORT", "tcp://10.0.0.1:80")
     assert parse().teacher_port == 7999
-    with pytest.raises(
-        ValueError, match="--teacher-port is not available yet in this version; use --opd-type megatron, or"
-    ):
-        parse("--teacher-port", "80")
+    server = "python -m slime.backends.megatron_utils.server.megatron_server"
+    parse("--teacher-port", "80")
+    assert f"--teacher-port has no effect without {server}" in capsys.readouterr().err
 
 
 def test_slime_validate_args_is_the_public_name_of_the_rules():

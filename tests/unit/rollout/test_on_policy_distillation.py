@@ -163,6 +163,12 @@ def test_the_tail_of_the_response_length_is_kept(response, expected):
     assert one.teacher_log_probs == other.teacher_log_probs == expected
 
 
+def test_replies_of_the_log_prob_server_are_about_all_tokens_but_the_first():
+    one = sample(reward={"request_id": "x", "log_probs": [-1.0, -2.0, -3.0, -4.0]})
+    post_process_rewards(args(), [one])
+    assert one.teacher_log_probs == [-2.0, -3.0, -4.0]
+
+
 def test_replies_under_a_reward_key():
     one = sample(reward={"teacher": reply(), "score": 1})
     post_process_rewards(args(reward_key="teacher"), [one])
@@ -172,11 +178,14 @@ def test_replies_under_a_reward_key():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (0.5, "has no meta_info.input_token_logprobs"),
-        (None, "has no meta_info.input_token_logprobs"),
-        ({"text": ""}, "has no meta_info.input_token_logprobs"),
-        ({"meta_info": {"output_token_logprobs": []}}, "has no meta_info.input_token_logprobs"),
+        (0.5, "has neither meta_info.input_token_logprobs nor log_probs"),
+        (None, "has neither meta_info.input_token_logprobs nor log_probs"),
+        ({"text": ""}, "has neither meta_info.input_token_logprobs nor log_probs"),
+        ({"meta_info": {"output_token_logprobs": []}}, "has neither meta_info.input_token_logprobs nor log_probs"),
         (reply("pqrs"), "log-probs of 4 tokens, the sample has 5 .3 of them in the response"),
+        ({"log_probs": [-1.0, -2.0, -3.0]}, "log-probs of 4 tokens, the sample has 5"),
+        ({"log_probs": [-1.0, -2.0, -3.0, -4.0, -5.0]}, "log-probs of 6 tokens, the sample has 5"),
+        ({"log_probs": [-1.0, -2.0, None, -4.0]}, "response token 1 is None"),
         (reply("pqrsx"), "response token 2 is 116, but the teacher returned 120; .* same tokenizer"),
         ({"meta_info": {"input_token_logprobs": [[None, ord(c)] for c in "pqrst"]}}, "response token 0 is None"),
         ({"meta_info": {"input_token_logprobs": [[float("nan"), ord(c)] for c in "pqrst"]}}, "response token 0 is nan"),

@@ -8,16 +8,29 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from slime.algorithms.log_probs import Vocabulary
 from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.rules.checkpoints import needs_teacher
 from slime.backends.megatron_utils.lora.adapter import adapters_off
 from slime.backends.megatron_utils.model.mtp_loss import mtp_targets, trains_mtp
-from slime.backends.megatron_utils.state.parallel import is_last_stage, unwrap
+from slime.backends.megatron_utils.state.parallel import (
+    context_parallel,
+    data_parallel,
+    is_last_stage,
+    tensor_parallel,
+    unwrap,
+)
 from slime.backends.megatron_utils.train.balancing import Balancing
+from slime.backends.megatron_utils.train.cp_utils import (
+    ResponseLayout,
+    response_rows_and_targets,
+    slice_samples_with_cp,
+)
 from slime.backends.megatron_utils.train.data import (
     LossBatch,
     RolloutData,
@@ -28,10 +41,11 @@ from slime.backends.megatron_utils.train.data import (
 )
 from slime.backends.megatron_utils.train.hooks import TrainerHooks
 from slime.backends.megatron_utils.train.loss import get_log_probs_and_entropy
-from slime.backends.megatron_utils.train.response_logits import TOP_P_COLUMNS
+from slime.backends.megatron_utils.train.response_logits import TOP_P_COLUMNS, packed_row
 from slime.backends.megatron_utils.train.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train.weight_backup import OLD_ACTOR, TEACHER, WeightBackup
-from slime.batching.ragged_tensor import RaggedTensor
+from slime.batching.log_prob_requests import LogProbReply, LogProbShard
+from slime.batching.ragged_tensor import RaggedTensor, flat
 from slime.observability.timer import timer
 
 Finish = Callable[..., Any]
@@ -216,6 +230,103 @@ def old_log_probs_equal_current(args: Args, data: RolloutData) -> bool:
             *(getattr(args, flag.dest, None) for flag in flags_where(lambda traits: traits.random)),
         ]
     )
+
+
+LABELS, DRAWS = "label_token_ids", "random_numbers"
+COLUMNS = {LABELS: "labels", DRAWS: "draws"}
+"""Columns of a batch -> keywords of ``_collect``."""
+
+
+def served_log_probs(
+    args: Args, model: Sequence[torch.nn.Module], shards: Sequence[LogProbShard], hooks: TrainerHooks
+) -> tuple[int, list[LogProbReply]] | None:
+    """Return this data-parallel rank and the replies to the requests of its shard, in order; None on all but one of
+    the ranks that have computed them.
+
+    All log-probs are at ``--rollout-temperature``. Collective.
+    """
+    dp_rank, device = data_parallel().rank, next(model[0].parameters()).device
+    shard = shards[dp_rank]
+    requests = shard.requests
+    lengths = [len(request.tokens) for request in requests]
+    data: dict[str, Any] = {
+        "tokens": RaggedTensor.of([torch.from_numpy(request.tokens).to(device) for request in requests]),
+        "total_lengths": lengths,
+        "response_lengths": [length - 1 for length in lengths],
+        "num_microbatches": [len(shard.micro_batch_indices)],
+        "micro_batch_indices": shard.micro_batch_indices,
+    }
+    # Rows of a column are equally wide: what is beyond a request's own labels and draws is cut off below.
+    if wide := max(request.labels.shape[1] for request in requests):
+        data[LABELS] = RaggedTensor.of([_as_wide(torch.from_numpy(r.labels), wide).to(device) for r in requests])
+    if wide := max(request.draws for request in requests):
+        numbers = [_random_numbers(len(r.tokens) - 1, r.draws, r.seed) for r in requests]
+        data[DRAWS] = RaggedTensor.of([_as_wide(row, wide).to(device) for row in numbers])
+    columns = forward_only(args, model, data, _collect, hooks, columns=COLUMNS)
+    if not columns:
+        return None
+    layout = ResponseLayout.of(data)
+    whole = {name: [values.cpu().numpy() for values in layout.whole(column)] for name, column in columns.items()}
+    if tensor_parallel().rank or context_parallel().rank:
+        return None
+    nothing = [np.empty((length - 1, 0), dtype=np.float32) for length in lengths]
+    return dp_rank, [
+        LogProbReply(
+            whole["log_probs"][i],
+            whole.get("label_log_probs", nothing)[i][:, : request.labels.shape[1]],
+            whole.get("sampled_ids", nothing)[i][:, : request.draws],
+            whole.get("sampled_log_probs", nothing)[i][:, : request.draws],
+        )
+        for i, request in enumerate(requests)
+    ]
+
+
+def _as_wide(rows: Tensor, width: int) -> Tensor:
+    """Return ``rows`` [n, k] with zeros up to ``width`` columns."""
+    return torch.nn.functional.pad(rows, (0, width - rows.size(1)))
+
+
+def _random_numbers(rows: int, draws: int, seed: int) -> Tensor:
+    """Return float64 [rows, draws] in [0, 1), the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
+
+
+def _collect(
+    logits: Tensor,
+    *,
+    args: Args,
+    unconcat_tokens: Sequence[Tensor],
+    total_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    labels: Sequence[Tensor] | None = None,
+    draws: Sequence[Tensor] | None = None,
+    non_loss_data: bool = True,
+) -> tuple[Tensor, dict[str, list[Tensor]]]:
+    """Return what ``get_log_probs_and_entropy`` does without entropy, and columns about ``labels`` and ``draws``."""
+    cut = (total_lengths, response_lengths)
+    nothing, found = get_log_probs_and_entropy(
+        logits,
+        args=args,
+        unconcat_tokens=unconcat_tokens,
+        total_lengths=total_lengths,
+        response_lengths=response_lengths,
+        non_loss_data=non_loss_data,
+    )
+    row = packed_row(logits)
+    rows, _, sizes = response_rows_and_targets(unconcat_tokens, *cut)
+    tp, width = tensor_parallel(), row.size(1)
+    real = width if args.vocab_size is None else min(max(args.vocab_size - tp.rank * width, 0), width)
+    vocabulary = Vocabulary(tp.rank * width, real, args.rollout_temperature, tp.group)
+    if labels is not None:
+        wanted = flat(slice_samples_with_cp(labels, *cut))
+        of_labels = vocabulary.log_probs(row, rows, wanted, args.teacher_label_reduction_chunk_size)
+        found["label_log_probs"] = list(of_labels.split(sizes))
+    if draws is not None:
+        numbers = flat(slice_samples_with_cp(draws, *cut))
+        ids, of_draws = vocabulary.sample(row, rows, numbers, args.teacher_sample_reduction_chunk_size)
+        found |= {"sampled_ids": list(ids.split(sizes)), "sampled_log_probs": list(of_draws.split(sizes))}
+    return nothing, found
 
 
 ACTOR, REFERENCE = "actor", "ref"

@@ -36,7 +36,13 @@ from slime.backends.megatron_utils.train.balancing import build_balancing
 from slime.backends.megatron_utils.train.cp_utils import all_gather_with_cp
 from slime.backends.megatron_utils.train.data import RolloutData, prepare_rollout_data, tower_flops
 from slime.backends.megatron_utils.train.hooks import TrainerHooks, load_trainer_hooks
-from slime.backends.megatron_utils.train.logprob_passes import ACTOR, REFERENCE, LogProbPasses, forward_only
+from slime.backends.megatron_utils.train.logprob_passes import (
+    ACTOR,
+    REFERENCE,
+    LogProbPasses,
+    forward_only,
+    served_log_probs,
+)
 from slime.backends.megatron_utils.train.loss import compute_advantages_and_returns
 from slime.backends.megatron_utils.train.response_logits import get_log_probs_and_entropy
 from slime.backends.megatron_utils.train.routing_replay import RoutingReplay, build_routing_replay
@@ -59,6 +65,7 @@ from slime.backends.megatron_utils.train.weight_backup import (
     refreshed_reference,
 )
 from slime.batching.columns import RolloutShard
+from slime.batching.log_prob_requests import LogProbReply, LogProbShard
 from slime.batching.ragged_tensor import RaggedTensor
 from slime.observability.profiling import Profiling
 from slime.observability.timer import get_timers, timer
@@ -155,6 +162,17 @@ class MegatronTrainer:
     def canary(self, tokens: Sequence[int]) -> list[float] | None:
         """Return the log-probs of ``tokens[1:]`` on the last pipeline stage, None elsewhere; not while offloaded."""
         return canary_log_probs(self.args, self.model, tokens, self.device)
+
+    def served_log_probs(self, shards: Sequence[LogProbShard]) -> tuple[int, list[LogProbReply]] | None:
+        """Reply to requests of the log-prob server; see ``logprob_passes.served_log_probs``."""
+        return served_log_probs(self.args, self.model, shards, self.hooks)
+
+    def load_weights(self, path: str) -> None:
+        """Replace the weights by those of ``path``, a Megatron or Hugging Face checkpoint of this architecture."""
+        if is_megatron_checkpoint(path):
+            load_checkpoint(self.args, path, TrainerState(self.model), weights_only=True)
+        else:
+            self._load_hf(path)
 
     def _build_model(self) -> list[torch.nn.Module]:
         from slime.backends.megatron_utils.model.provider import get_model
