@@ -140,8 +140,9 @@ def _layer_bytes(args: Args, shape: ModelShape, kind: LayerKind, sizes: EngineSi
         absorbed = latent.kv_rank * shape.heads * (latent.qk_dim + latent.v_dim)
         return total + absorbed * layout.element / sizes.attention_tp
     # Fewer groups of keys and values than ranks: they are repeated.
-    repeated = max(0, sizes.attention_tp - shape.groups)
-    key_value = 2 * shape.hidden * shape.head_dim * repeated / sizes.attention_tp
+    groups, dim, _ = shape.heads_of(kind)
+    repeated = max(0, sizes.attention_tp - groups)
+    key_value = 2 * shape.hidden * dim * repeated / sizes.attention_tp
     return total + key_value * layout.bytes_per_weight
 
 
@@ -177,8 +178,10 @@ def _kv_per_token(args: Args, shape: ModelShape, sizes: EngineSizes, layout: Wei
         if shape.indexer is not None:
             size += shape.indexer.dim + 4 * shape.indexer.dim / 128  # fp8 keys with a scale per 128
         return layers * size
-    heads = max(1, shape.groups // sizes.attention_tp)
-    return layers * 2 * heads * shape.head_dim * element
+    # Sliding layers keep their last tokens only: they are counted as if their pool grew with the sequences, which is
+    # what it takes while these are shorter than a window.
+    numbers = [max(1, groups // sizes.attention_tp) * dim for groups, dim, _ in map(shape.heads_of, shape.kinds)]
+    return layers * 2 * sum(numbers) / len(numbers) * element
 
 
 def _state_per_request(shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> int:
