@@ -103,7 +103,7 @@ def config_of(args: Args) -> tuple[dict[str, Any], str] | None:
     if _is_there(args.hf_checkpoint):
         return read_config(args.hf_checkpoint), f"{args.hf_checkpoint}/config.json"
     known = known_model(args.hf_checkpoint)
-    return None if known is None else (known.config, f"the published {known.repository}")
+    return None if known is None else (hf_fields.text_part(known.config), f"the published {known.repository}")
 
 
 def family_is_unknown(config: dict[str, Any]) -> bool:
