@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from (vocabulary-parallel) logits, in chunks of rows.
 
-For logits ``z`` (capped, and divided by the temperature): ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``. Gradients:
-``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
+For logits ``z`` (capped, and divided by the temperature): ``log p_t = z_t - lse(z)`` and
+``H = lse(z) - sum_j p_j z_j``. Gradients: ``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
 are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself nothing larger than
 ``chunk_size x V_local`` exists in either direction, and where nothing else needs the logits the gradient takes their
 place in memory. The collective is one all-gather of four numbers per row, and there is none in backward.
@@ -345,7 +345,8 @@ def top_p_log_probs(
 
     logits: [T, V_local], or [N, V_local] of which row ``rows[i]`` (distinct) belongs to ``targets[i]``; this rank's
     columns ``[vocab_start, vocab_start + V_local)``, default ``tp_rank * V_local``. They are capped as in
-    ``log_probs_and_entropy`` and divided by ``temperature``. Results are float32 (float64 for float64 logits), the same on all ranks of ``tp_group``.
+    ``log_probs_and_entropy`` and divided by ``temperature``. Results are float32 (float64 for float64 logits), the
+    same on all ranks of ``tp_group``.
 
     Raises ValueError for shapes that do not fit.
     """

@@ -170,8 +170,8 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
     That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the windows and heads of Gemma's layers, the
-    indexer of sparse attention, and vision towers: their ``--spec`` reads them from the checkpoint. ``args`` may come from another parser: a missing attribute
-    counts as not given. Raises ValueError when the model is not described.
+    indexer of sparse attention, and vision towers: their ``--spec`` reads them from the checkpoint. ``args`` may come
+    from another parser: a missing attribute counts as not given. Raises ValueError when the model is not described.
     """
     missing = [name for name in DESCRIBED_BY if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")

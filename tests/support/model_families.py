@@ -183,7 +183,8 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
     tensors = {}
     for name, tensor in load_file(path).items():
         noise = torch.randn(tensor.shape, generator=generator)
-        tensors[name] = 1 + 0.3 * noise if "norm" in name or "scalar" in name else 0.3 * noise if "bias" in name else 0.15 * noise
+        around_one = "norm" in name or "scalar" in name
+        tensors[name] = 1 + 0.3 * noise if around_one else 0.3 * noise if "bias" in name else 0.15 * noise
     if tiny.whole:
         tensors = _as_in_a_whole_model(tensors, tiny.whole)
     tensors.update({name: torch.randn(3, 2, generator=generator) for name in tiny.carried})

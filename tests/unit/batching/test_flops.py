@@ -89,7 +89,7 @@ def recurrence(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_family_against_the_counter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter takes scores of masked positions for work too, hence the quadratic term twice, and windows as none."""
+    """The counter takes scores of masked positions for work too, hence the quadratic term twice, and no window."""
     tiny = ALL[name]
     config = make_config(tiny, **({"first_k_dense_replace": 2} if name == "deepseek_v3-dense" else {}))
     args = make_args(tmp_path, config, tiny, monkeypatch)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn import functional as F
 
