@@ -1,10 +1,11 @@
 """Log-probabilities and entropy from (vocabulary-parallel) logits, in chunks of rows.
 
 For logits ``z`` (capped, and divided by the temperature): ``log p_t = z_t - lse(z)`` and
-``H = lse(z) - sum_j p_j z_j``. Gradients: ``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
-are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself nothing larger than
-``chunk_size x V_local`` exists in either direction, and where nothing else needs the logits the gradient takes their
-place in memory. The collective is one all-gather of four numbers per row, and there is none in backward.
+``H = lse(z) - sum_j p_j z_j``. Gradients: ``d log p_t / dz_j = [j = t] - p_j`` and
+``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row) are kept for backward; probabilities are
+recomputed chunk by chunk, so besides the gradient itself nothing larger than ``chunk_size x V_local`` exists in either
+direction, and where nothing else needs the logits the gradient takes their place in memory. The collective is one
+all-gather of four numbers per row, and there is none in backward.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def get_responses(
 
     ``logits`` is [1, T_local, V_local]; n counts the response tokens whose logits this rank holds and may be 0. They
     are capped where the model does that (``logit_cap``) and divided by ``args.rollout_temperature`` unless
-    ``apply_temperature`` is False. ``max_seq_lens`` has no effect: it is of samples in a padded row each, which ``packed_row`` refuses. This copies logits: for log-probs use
-    ``get_log_probs_and_entropy``, which does not.
+    ``apply_temperature`` is False. ``max_seq_lens`` has no effect: it is of samples in a padded row each, which
+    ``packed_row`` refuses. This copies logits: for log-probs use ``get_log_probs_and_entropy``, which does not.
     """
     args = with_defaults(args)
     row = packed_row(logits)
