@@ -121,7 +121,7 @@ def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def defaults_of(model_type: object) -> dict[str, Any]:
-    """What the models of a family have where their ``config.json`` does not say; {} for most."""
+    """The values that the models of a family have where their ``config.json`` does not say; {} for most."""
     return dict(families().get(str(model_type), {}).get("defaults", {}))
 
 

@@ -196,7 +196,7 @@ def below(whole: str) -> str:
     return "language_model.model." if whole == "gemma3" else "model.language_model."
 
 
-def _as_in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str) -> dict[str, torch.Tensor]:
+def _as_in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str = "") -> dict[str, torch.Tensor]:
     """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
     return {name.replace("model.", below(whole), 1): t for name, t in stacked_experts(tensors).items()}
 

@@ -426,8 +426,7 @@ def layer_bytes(shape: ModelShape, kind: LayerKind, parallel: Parallel, kept: Ke
     else:
         found |= _attention(shape, kind, parallel.tp, e)
     if not kept.fused_rope and not kind.linear:
-        rotated = shape.latent.rope_dim if shape.latent else shape.heads_of(kind)[1]
-        found["softmax"] += 4 * e * rotated  # sines and cosines
+        found["softmax"] += 4 * e * (shape.latent.rope_dim if shape.latent else shape.heads_of(kind)[1])  # angles
     if kind.moe:
         assert shape.experts is not None
         return found | _experts(shape, shape.experts, parallel, kept)

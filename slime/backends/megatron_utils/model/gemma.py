@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core.tensor_parallel import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -151,10 +152,16 @@ def gemma_model(
     block = decoder_block_spec(args, config, vp_stage)
     scale = 1.0 if generation == 4 else found["query_pre_attn_scalar"] ** -0.5
     attention = {"layers": layers, "scale": scale, "normalize_values": generation == 4}
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for i, layer in enumerate(block.layer_specs):
         layer = block.layer_specs[i] = copy.deepcopy(layer)
         spec = layer.submodules.self_attention
         spec.module, spec.params = LayerSelfAttention, {**spec.params, **attention}
+        if layers[first + i].keys_are_values:  # in checkpoints, the norm's name goes with that of the projection
+            names = layer.submodules.sharded_state_dict_keys_map
+            layer.submodules.sharded_state_dict_keys_map = {
+                own: stored.replace("linear_qkv.", "linear_qk.") for own, stored in names.items()
+            }
         if generation == 4:
             layer.module = ScaledTransformerLayer
     model: Any = gpt_model(args, config, block, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
