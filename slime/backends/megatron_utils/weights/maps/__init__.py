@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, gemma, glm4, qwen3_5, vision
+from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5, vision
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 
 __all__ = ["FAMILIES", "Family", "Rule", "family_of"]
@@ -21,10 +21,13 @@ FAMILIES: tuple[Family, ...] = (
     families.MINIMAX_M2,
     families.QWEN3_NEXT,
     *qwen3_5.FAMILIES,
-    *gemma.FAMILIES,
+    families.GEMMA3,
+    families.GEMMA4,
     vision.QWEN3_VL,
     vision.QWEN3_VL_MOE,
     vision.QWEN2_5_VL,
+    vision.GEMMA3,
+    vision.GEMMA4,
 )
 
 
