@@ -99,7 +99,7 @@ class Experts:
 class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
-    ``qk_norm_whole``: all heads are normalized together, with a weight for each of them.
+    ``fused_gate``: gated units can be fused, as SwiGLU is. ``qk_norm_whole``: all heads are normalized together, with a weight for each of them.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
@@ -113,6 +113,7 @@ class ModelShape:
     vocab_unpadded: int
     kinds: tuple[LayerKind, ...]
     gated: bool = True
+    fused_gate: bool = True
     untied: bool = True
     linear_bias: bool = False
     qkv_bias: bool = False
@@ -209,6 +210,7 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
             for is_linear, is_moe, selecting, own in zip(linear_layers, moe_layers, selects, attention, strict=True)
         ),
         gated=gated,
+        fused_gate="gemma" not in _spec(args),
         untied=bool(_get(args, "untie_embeddings_and_output_weights", False)),
         linear_bias=bool(_get(args, "add_bias_linear", True)),
         qkv_bias=bool(_get(args, "add_qkv_bias", False)),

@@ -506,7 +506,7 @@ def _mlp(shape: ModelShape, ffn: int, kept: Kept) -> float:
 
 def _unfused(shape: ModelShape, kept: Kept) -> int:
     """Without fusion a gated unit keeps its activated half and its shifted linear half too."""
-    return 2 if shape.gated and not kept.fused_activation else 0
+    return 2 if shape.gated and not (kept.fused_activation and shape.fused_gate) else 0
 
 
 def _experts(shape: ModelShape, experts: Experts, parallel: Parallel, kept: Kept) -> dict[str, float]:

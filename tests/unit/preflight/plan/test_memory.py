@@ -246,7 +246,6 @@ def of_engine(args: Namespace) -> EngineMemory:
         ("Qwen3-4B", 16, (), 36 * 2 * 1 * 128 * 2),  # eight heads for sixteen GPUs: every head is there twice
         ("Qwen3-4B", 2, ("--sglang-pp-size", 2), 18 * 2 * 8 * 128 * 2),
         ("Qwen3-4B", 1, ("--sglang-kv-cache-dtype", "fp8_e4m3"), 36 * 2 * 8 * 128),
-        ("gemma-3-27b-it", 2, (), 62 * 2 * 8 * 128 * 2),  # SGLang keeps the whole sequence of layers with a window
         ("DeepSeek-V3", 16, (), 61 * (512 + 64) * 2),  # a latent, whole on every GPU: 70 KB
         ("Qwen3-Next-80B-A3B-Instruct", 2, (), 12 * 2 * 1 * 256 * 2),  # three of four layers have no cache
     ],
