@@ -99,7 +99,8 @@ class Experts:
 class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
-    ``fused_gate``: gated units can be fused, as SwiGLU is. ``qk_norm_whole``: all heads are normalized together, with a weight for each of them.
+    ``fused_gate``: gated units can be fused, as SwiGLU is. ``qk_norm_whole``: all heads are normalized together, with a
+    weight for each of them.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
