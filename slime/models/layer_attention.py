@@ -64,7 +64,14 @@ def _of_kind(config: Config, kind: str) -> LayerAttention:
 
 
 def _rotary(config: Config, kind: str, dim: int) -> Rotary:
-    """Return what ``rope_parameters`` of the kind say; configs of transformers 4 have a base for either kind."""
+    found = _rope(config, kind)
+    stretched = found["rope_type"] != "default"
+    turning = int(found.get("partial_rotary_factor", 1.0) * dim // 2)
+    return Rotary(float(found["rope_theta"]), turning, float(found.get("factor", 1.0)) if stretched else 1.0)
+
+
+def _rope(config: Config, kind: str) -> Config:
+    """Return ``rope_parameters`` of a kind of layer, with its ``rope_type``; transformers 4 has a base for either."""
     stated = config.get("rope_parameters") or {}
     if kind in stated:
         found = dict(stated[kind])
@@ -72,8 +79,7 @@ def _rotary(config: Config, kind: str, dim: int) -> Rotary:
         found = {"rope_theta": config["rope_local_base_freq"]}
     else:
         found = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    turning = int(found.get("partial_rotary_factor", 1.0) * dim // 2)
-    return Rotary(float(found["rope_theta"]), turning, float(found.get("factor") or 1.0))
+    return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
 
 
 def shared_heads(layers: Iterable[LayerAttention]) -> tuple[int, int]:
@@ -85,27 +91,30 @@ def not_built(config: Config) -> str | None:
     """Return what a model of these families has that slime does not build; None where it builds it."""
     if config.get("model_type") not in hf_fields.LAYERS_DIFFER:
         return None
-    stated = config.get("rope_parameters") or {}
-    kinds = {(stated.get(kind) or {}).get("rope_type", "default") for kind in (SLIDING, FULL)}
-    kinds.add((config.get("rope_scaling") or {}).get("rope_type", "default"))
-    activation = config.get("hidden_activation", ACTIVATION)
-    found = {
-        "experts beside the MLP of every layer (enable_moe_block), as Gemma 4 26B-A4B": config.get("enable_moe_block"),
-        "embeddings for every layer (hidden_size_per_layer_input), as Gemma 4 E2B and E4B": config.get(
-            "hidden_size_per_layer_input"
+    has, own_values = config.get, not config.get("attention_k_eq_v")
+    kinds = {_rope(config, kind)["rope_type"] for kind in (SLIDING, FULL)} - {"default", "linear", "proportional"}
+    activation = has("hidden_activation", ACTIVATION)
+    reasons = (
+        (has("enable_moe_block"), "experts beside the MLP of every layer (enable_moe_block), as Gemma 4 26B-A4B"),
+        (
+            has("hidden_size_per_layer_input"),
+            "embeddings for every layer (hidden_size_per_layer_input), as Gemma 4 E2B and E4B",
         ),
-        "layers that share keys and values (num_kv_shared_layers), as Gemma 4 E2B and E4B": config.get(
-            "num_kv_shared_layers"
+        (
+            has("num_kv_shared_layers"),
+            "layers that share keys and values (num_kv_shared_layers), as Gemma 4 E2B and E4B",
         ),
-        "values of their own in layers with other heads (attention_k_eq_v false)": config.get("global_head_dim")
-        and not config.get("attention_k_eq_v"),
-        "attention in both directions (use_bidirectional_attention), as EmbeddingGemma": config.get(
-            "use_bidirectional_attention"
-        )
-        in (True, "all"),
-        "capped attention scores (attn_logit_softcapping)": config.get("attn_logit_softcapping"),
-        "biases in attention (attention_bias)": config.get("attention_bias"),
-        f"the activation {activation} (hidden_activation)": activation != ACTIVATION,
-        f"rotary embeddings of the types {', '.join(sorted(kinds))}": kinds - {"default", "linear", "proportional"},
-    }
-    return next((what for what, has in found.items() if has), None)
+        (
+            has("global_head_dim") and own_values,
+            "values of their own in layers with heads of another size (attention_k_eq_v false)",
+        ),
+        (
+            has("use_bidirectional_attention") in (True, "all"),
+            "attention in both directions (use_bidirectional_attention), as EmbeddingGemma",
+        ),
+        (has("attn_logit_softcapping"), "capped attention scores (attn_logit_softcapping)"),
+        (has("attention_bias"), "biases in attention (attention_bias)"),
+        (activation != ACTIVATION, f"the activation {activation} (hidden_activation)"),
+        (kinds, f"rotary embeddings of the type {', '.join(sorted(kinds))}"),
+    )
+    return next((what for found, what in reasons if found), None)

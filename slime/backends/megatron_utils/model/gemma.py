@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-@functools.lru_cache(maxsize=16)  # every layer of a kind asks for the same
+@functools.lru_cache(maxsize=4)  # every layer of a kind asks for the same
 def rotary_angles(rotary: Rotary, head_dim: int, length: int, device: torch.device) -> Tensor:
     """Return the angles of positions ``0 .. length - 1``, float32 ``[length, 1, 1, head_dim]``, both halves alike."""
     exponents = torch.arange(0, 2 * rotary.turning, 2, device=device).float() / head_dim

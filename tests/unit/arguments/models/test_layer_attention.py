@@ -89,7 +89,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_bidirectional_attention": "all"}, "both directions"),
     ({"attention_bias": True}, "biases in attention"),
     ({"hidden_activation": "silu"}, "the activation silu"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "yarn"),
+    ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 10000.0}}}, "yarn"),
 ]
 
 
