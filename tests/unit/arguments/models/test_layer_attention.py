@@ -68,9 +68,10 @@ def test_gemma4_as_transformers_reads_it() -> None:
     from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
     config = Gemma4TextConfig(**DENSE)
-    text = hf_fields.text_part(config.to_dict())
-    check_against(config, frequencies(config, Gemma4TextRotaryEmbedding), text)
-    layers = layer_attention(text)
+    theirs = frequencies(config, Gemma4TextRotaryEmbedding)
+    for text in (DENSE, config.to_dict(), {"model_type": "gemma4", "text_config": DENSE}):
+        check_against(config, theirs, hf_fields.text_part(text))
+    layers = layer_attention(hf_fields.text_part(DENSE))
     assert [layer.keys_are_values for layer in layers] == [False] * 5 + [True]
     assert shared_heads(layers) == (2, 512)
     assert (layers[0].groups, layers[0].head_dim) == (4, 256)
@@ -81,6 +82,7 @@ def test_other_families_have_layers_that_are_alike() -> None:
     assert shared_heads(()) == (0, 0)
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"enable_moe_block": True}, "26B-A4B"),
     ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
@@ -89,7 +91,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_bidirectional_attention": "all"}, "both directions"),
     ({"attention_bias": True}, "biases in attention"),
     ({"hidden_activation": "silu"}, "the activation silu"),
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 10000.0}}}, "yarn"),
+    ({"rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), YARN)}, "of the type yarn"),
 ]
 
 
