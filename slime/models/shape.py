@@ -196,6 +196,8 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         if "gemma" in _spec(args):
             remarks.append("layers with windows are counted as attending to all tokens: no flag describes them")
         attention = [None] * int(args.num_layers)
+    if _get(args, "window_size"):
+        remarks.append("layers with --window-size are counted as attending to all tokens")
     heads, hidden = int(args.num_attention_heads), int(args.hidden_size)
     gated = bool(_get(args, "swiglu", False) or _get(args, "gated_linear_unit", False))
     return ModelShape(
