@@ -79,6 +79,12 @@ ABOUT_FAMILIES = """
   whole sequences, and compute all heads where they cannot divide them. On CUDA the rule is a kernel of
   flash-linear-attention or flash-qla (`--qwen-gdn-backend`) where the package is installed, else operations of torch;
   with these kernels it has not been run yet. Checkpoints have the parameters whole, as transformers has them.
+* Windows, heads and rotary frequencies of Gemma's layers are read from `config.json`; `--rotary-base` is that of the
+  layers without a window. Megatron has no flag for a gated GeLU: `--swiglu` stands for the gate, and `--spec` chooses
+  the activation. The capped logits of Gemma 4 are capped where log-probs, entropies and their gradients are computed: a
+  loss of your own gets them from `get_responses` and `get_log_probs_and_entropy`, while `logits` are those before. Of
+  vision-language checkpoints the language model is trained. Gemma 4 26B-A4B (experts beside the MLP), E2B and E4B
+  (embeddings for every layer, shared keys and values) are refused.
 * With experts, tensor parallelism needs sequence parallelism.
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their
@@ -93,7 +99,8 @@ ABOUT_FAMILIES = """
   are in the checkpoint.
 * The norms on latents use `--norm-epsilon`, as SGLang's do; those of transformers have 1e-6 whatever the config says.
 * Engines on a CPU serve all of these families but MiMo, whose class transformers lacks, and the vision-language
-  checkpoints of Qwen3.5. Four families need [stand-ins for kernels](../advanced/sglang_engines.md#the-plug-in).
+  checkpoints of Qwen3.5 and Gemma. Four families need
+  [stand-ins for kernels](../advanced/sglang_engines.md#the-plug-in).
 * Trainers load bf16: [published FP8 and INT4 weights are converted first](../advanced/low_precision.md).
 """
 SCRIPTS_OPENING = """

@@ -1,10 +1,11 @@
 """Log-probabilities and entropy from (vocabulary-parallel) logits, in chunks of rows.
 
-For logits ``z`` divided by the temperature: ``log p_t = z_t - lse(z)`` and ``H = lse(z) - sum_j p_j z_j``. Gradients:
-``d log p_t / dz_j = [j = t] - p_j`` and ``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row)
-are kept for backward; probabilities are recomputed chunk by chunk, so besides the gradient itself nothing larger than
-``chunk_size x V_local`` exists in either direction, and where nothing else needs the logits the gradient takes their
-place in memory. The collective is one all-gather of four numbers per row, and there is none in backward.
+For logits ``z`` (capped, and divided by the temperature): ``log p_t = z_t - lse(z)`` and
+``H = lse(z) - sum_j p_j z_j``. Gradients: ``d log p_t / dz_j = [j = t] - p_j`` and
+``dH / dz_j = -p_j (log p_j + H)``. Only ``lse`` and ``H`` (one number per row) are kept for backward; probabilities are
+recomputed chunk by chunk, so besides the gradient itself nothing larger than ``chunk_size x V_local`` exists in either
+direction, and where nothing else needs the logits the gradient takes their place in memory. The collective is one
+all-gather of four numbers per row, and there is none in backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 _CHUNK_ELEMENTS_CPU = 2**20  # 4 MiB of float32: a chunk stays in the cache between the passes over it
 _CHUNK_ELEMENTS_DEVICE = 2**26  # 256 MiB of float32: large enough that launches do not matter
 _LOG_OF_ZERO = -1e4  # its exp is 0 in every dtype, and unlike -inf times 0 it is 0 again
-_BUFFERS = 2  # of the size of a chunk that are alive at most: log-probabilities and probabilities
+_BUFFERS = 2  # of the size of a chunk that are alive at most: log-probabilities and probabilities; and slopes of caps
 _CHUNK_ENTRIES = 2**22  # mask entries worked on at a time: about 150 MiB
 
 
@@ -37,6 +38,7 @@ def log_probs_and_entropy(
     rows: Tensor | None = None,
     vocab_size: int | None = None,
     overwrite_logits: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``(log_probs [T], entropy [T] or None)`` of ``targets`` [T] (global token ids) under ``logits``.
 
@@ -49,6 +51,7 @@ def log_probs_and_entropy(
     chunk_size: largest number of rows per chunk; <= 0 and more than is of use choose one from V_local. All buffers
         together stay below ``1.5 * chunk_size * V_local`` float32.
     temperature: logits are divided by it.
+    cap: before that, they become ``cap * tanh(logits / cap)`` (Gemma's ``final_logit_softcapping``).
     entropy_grad: without it the entropy is detached.
     overwrite_logits: backward writes the gradient into the memory of the logits (if they are contiguous) instead of
         making one of their size. Autograd refuses (RuntimeError) if another operation kept them for its own backward.
@@ -64,11 +67,12 @@ def log_probs_and_entropy(
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
+    buffers = _BUFFERS + (cap is not None)
     width = logits.size(1)
     if vocab_start is None:
         vocab_start = 0 if tp_group is None else tp_group.rank() * width
     plan = _Plan(
-        chunk_size=_rows_per_chunk(chunk_size, width, logits.device),
+        chunk_size=_rows_per_chunk(chunk_size, width, logits.device, buffers),
         vocab_start=vocab_start,
         columns=width if vocab_size is None else min(max(vocab_size - vocab_start, 0), width),
         temperature=temperature,
@@ -76,6 +80,7 @@ def log_probs_and_entropy(
         entropy_grad=with_entropy and entropy_grad,
         tp_group=tp_group,
         overwrite_logits=overwrite_logits and logits.is_contiguous(),
+        cap=cap,
     )
     log_probs, entropy = _LogProbsAndEntropy.apply(logits, targets, rows, plan)
     return log_probs, (entropy if with_entropy else None)
@@ -130,10 +135,15 @@ def default_chunk_size(vocab_local: int, device: torch.device) -> int:
     return max(1, elements // max(vocab_local, 1))
 
 
-def _rows_per_chunk(limit: int, vocab_local: int, device: torch.device) -> int:
+def softcapped(logits: Tensor, cap: float | None) -> Tensor:
+    """Return ``cap * tanh(logits / cap)``; the logits themselves without a cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _rows_per_chunk(limit: int, vocab_local: int, device: torch.device, buffers: int) -> int:
     """Rows that are worked on at a time; with a limit so many that all buffers together are 1.5 times its size."""
     rows = default_chunk_size(vocab_local, device)
-    return rows if limit <= 0 else max(1, min(rows, limit * 3 // (2 * _BUFFERS)))
+    return rows if limit <= 0 else max(1, min(rows, limit * 3 // (2 * buffers)))
 
 
 @dataclass(frozen=True)
@@ -148,12 +158,13 @@ class _Plan:
     entropy_grad: bool
     tp_group: dist.ProcessGroup | None
     overwrite_logits: bool
+    cap: float | None = None
 
     def spans(self, count: int) -> list[slice]:
         return [slice(start, min(start + self.chunk_size, count)) for start in range(0, count, self.chunk_size)]
 
     def scaled(self, logits: Tensor, rows: Tensor | None, span: slice, out: Tensor) -> Tensor:
-        """Write the chunk's logits / temperature, real columns only, into ``out`` and return them [n, columns]."""
+        """Write the chunk's capped logits / temperature, real columns only, into ``out``; return them [n, columns]."""
         chunk = out[: span.stop - span.start]
         if rows is None:
             chunk.copy_(logits[span, : self.columns])
@@ -161,7 +172,13 @@ class _Plan:
             torch.index_select(logits, 0, rows[span], out=chunk)
         else:
             chunk.copy_(logits.index_select(0, rows[span])[:, : self.columns])
+        if self.cap is not None:
+            chunk.div_(self.cap).tanh_().mul_(self.cap)
         return chunk if self.temperature == 1.0 else chunk.div_(self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | None:
+        """Return the derivative of the cap where it has made ``z``: ``1 - tanh^2``; None without one."""
+        return None if self.cap is None else _cap_slope(z, self.cap / self.temperature)
 
     def buffer(self, count: int, like: Tensor) -> Tensor:
         """Return memory for a chunk's numbers, in the dtype of ``like``."""
@@ -209,6 +226,7 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         buffer = grad if in_place else plan.buffer(count, lse)
         for span in plan.spans(count):
             z = plan.scaled(logits, rows, span, grad[span, : plan.columns] if in_place else buffer)
+            slope = plan.slope(z)
             g = grad_log_probs[span].unsqueeze(1) / plan.temperature
             z.sub_(lse[span].unsqueeze(1))  # log p
             if plan.entropy_grad:
@@ -222,11 +240,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             column, mine = plan.local_targets(targets[span])
             if plan.columns:
                 z.scatter_add_(1, column.unsqueeze(1), g * mine.unsqueeze(1))
+            if slope is not None:
+                z.mul_(slope)
             if rows is not None:
                 grad[:, : plan.columns].index_copy_(0, rows[span], z.to(grad.dtype))
             elif not in_place:
                 grad[span, : plan.columns] = z
         return grad, None, None, None
+
+
+def _cap_slope(z: Tensor, cap: float) -> Tensor:
+    """Return ``1 - (z / cap)^2``: how ``z = cap * tanh(x / cap)`` changes with ``x``."""
+    return (z / cap).square_().neg_().add_(1)
 
 
 def _other_rows(rows: Tensor, count: int) -> Tensor:
@@ -315,12 +340,14 @@ def top_p_log_probs(
     tp_group: dist.ProcessGroup | None = None,
     vocab_start: int | None = None,
     temperature: float = 1.0,
+    cap: float | None = None,
 ) -> Tensor:
     """Return log-probs [T] of ``targets`` [T] (global token ids) among the tokens kept by ``mask`` under ``logits``.
 
     logits: [T, V_local], or [N, V_local] of which row ``rows[i]`` (distinct) belongs to ``targets[i]``; this rank's
-    columns ``[vocab_start, vocab_start + V_local)``, default ``tp_rank * V_local``. They are divided by
-    ``temperature``. Results are float32 (float64 for float64 logits), the same on all ranks of ``tp_group``.
+    columns ``[vocab_start, vocab_start + V_local)``, default ``tp_rank * V_local``. They are capped as in
+    ``log_probs_and_entropy`` and divided by ``temperature``. Results are float32 (float64 for float64 logits), the
+    same on all ranks of ``tp_group``.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -336,19 +363,28 @@ def top_p_log_probs(
         vocab_start = 0 if tp_group is None else tp_group.rank() * logits.size(1)
     if rows is None:
         rows = torch.arange(count, device=logits.device)
-    plan = _TopPPlan(vocab_start, logits.size(1), temperature, tp_group)
+    plan = _TopPPlan(vocab_start, logits.size(1), temperature, tp_group, cap)
     result: Tensor = _TopPLogProbs.apply(logits, targets, mask.ids, mask.offsets, rows, plan)
     return result
 
 
 @dataclass(frozen=True)
 class _TopPPlan:
-    """This rank's part of the vocabulary, and the temperature that logits are divided by."""
+    """This rank's part of the vocabulary, the temperature that logits are divided by, and their cap."""
 
     vocab_start: int
     columns: int
     temperature: float
     tp_group: dist.ProcessGroup | None
+    cap: float | None
+
+    def scaled(self, picked: Tensor) -> Tensor:
+        """Return picked logits capped and divided by the temperature."""
+        return softcapped(picked, self.cap) / self.temperature
+
+    def through_cap(self, gradient: Tensor, scaled: Tensor) -> Tensor:
+        """Return the gradient of logits from that of the capped ones; ``scaled``: what these became."""
+        return gradient if self.cap is None else gradient * _cap_slope(scaled, self.cap / self.temperature)
 
     def local(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Column of each id (0 where another rank has it) and whether this rank has it."""
@@ -382,7 +418,7 @@ def _entries(
         column, mine = plan.local(chunk)
         kept = (mine & (chunk != targets[row])).nonzero().squeeze(1)
         row, column = row[kept], column[kept]
-        yield _Entries(row, column, logits[rows[row], column].to(dtype) / plan.temperature)
+        yield _Entries(row, column, plan.scaled(logits[rows[row], column].to(dtype)))
 
 
 class _TopPLogProbs(torch.autograd.Function):
@@ -392,7 +428,7 @@ class _TopPLogProbs(torch.autograd.Function):
     ) -> Tensor:
         dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         column, mine = plan.local(targets)
-        target = (logits[rows, column].to(dtype) / plan.temperature).masked_fill(~mine, -torch.inf)
+        target = plan.scaled(logits[rows, column].to(dtype)).masked_fill(~mine, -torch.inf)
         peak = target.clone()
         for entries in _entries(logits, targets, ids, offsets, rows, plan):
             peak.scatter_reduce_(0, entries.row, entries.logit, "amax")
@@ -417,10 +453,13 @@ class _TopPLogProbs(torch.autograd.Function):
         grad = torch.zeros_like(logits)
         for entries in _entries(logits, targets, ids, offsets, rows, plan):
             q = (entries.logit - lse[entries.row]).exp()
-            grad[rows[entries.row], entries.column] = (-scaled[entries.row] * q).to(grad.dtype)
+            passed = plan.through_cap(-scaled[entries.row] * q, entries.logit)
+            grad[rows[entries.row], entries.column] = passed.to(grad.dtype)
         column, mine = plan.local(targets)
         held = mine.nonzero().squeeze(1)
-        grad[rows[held], column[held]] = (-scaled * torch.expm1(log_probs))[held].to(grad.dtype)
+        passed = (-scaled * torch.expm1(log_probs))[held]
+        passed = plan.through_cap(passed, plan.scaled(logits[rows[held], column[held]].to(passed.dtype)))
+        grad[rows[held], column[held]] = passed.to(grad.dtype)
         return grad, None, None, None, None, None
 
 

@@ -120,6 +120,19 @@ def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
     return dict(entry["megatron"]) if entry else None
 
 
+def defaults_of(model_type: object) -> dict[str, Any]:
+    """The values that the models of a family have where their ``config.json`` does not say; {} for most."""
+    return dict(families().get(str(model_type), {}).get("defaults", {}))
+
+
+def caps_logits(spec: object) -> bool:
+    """Return True if the family that ``--spec`` builds has ``final_logit_softcapping``."""
+    return bool(spec) and any(
+        family["megatron"].get("caps_logits") and family["megatron"].get("spec") == spec
+        for family in families().values()
+    )
+
+
 def takes_images(spec: object) -> bool:
     """Return True if ``--spec`` builds a model with a vision tower."""
     return bool(spec) and any(family["megatron"].get("images") == spec for family in families().values())

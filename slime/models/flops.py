@@ -16,15 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlopsModel:
-    """Forward FLOPs of a sequence of L tokens are ``linear * L + quadratic * L^2`` (causal attention counts half)."""
+    """Forward FLOPs of a sequence of L tokens are ``linear * L + quadratic * L^2`` (causal attention counts half).
+
+    Those of layers whose queries see the last W tokens are ``c * (2 L m - m^2)`` with ``m = min(L, W)``, for every
+    ``(W, c)`` of ``windows``: below the window the same as ``c * L^2``.
+    """
 
     linear: float
     quadratic: float
+    windows: tuple[tuple[int, float], ...] = ()
 
     def forward(self, lengths: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return float64 [n], forward FLOPs of each sequence."""
         tokens = np.asarray(lengths, dtype=np.float64)
-        return self.linear * tokens + self.quadratic * tokens * tokens
+        flops = self.linear * tokens + self.quadratic * tokens * tokens
+        for window, coefficient in self.windows:
+            seen = np.minimum(tokens, window)
+            flops += coefficient * (2 * tokens - seen) * seen
+        return flops
 
 
 def flops_model(args: Args, *, mtp: bool = False) -> FlopsModel:
@@ -59,20 +68,29 @@ def flops_of_shape(shape: ModelShape, *, mtp: bool = False) -> FlopsModel:
         layers += [LayerKind(linear=False, moe=shape.kinds[-1].moe)] * shape.mtp
         linear += shape.mtp * (2 * 2 * shape.hidden * shape.hidden + head)
     for kind in layers:
-        linear += _linear_attention(shape) if kind.linear else _attention_projections(shape)
+        linear += _linear_attention(shape) if kind.linear else _attention_projections(shape, kind)
         linear += _experts(shape) if kind.moe else _mlp(shape, shape.hidden, shape.ffn)
-    d_qk, d_v = (shape.latent.query_dim, shape.latent.v_dim) if shape.latent else (shape.head_dim, shape.head_dim)
-    softmax_layers = sum(not kind.linear for kind in layers)
-    # Scores and values are 2 * L^2 * d each per head, of which a causal mask needs half.
-    return FlopsModel(linear=float(linear), quadratic=float(softmax_layers * shape.heads * (d_qk + d_v)))
+    by_window: dict[int | None, int] = {None: 0}
+    for kind in layers:
+        if kind.linear:
+            continue
+        dim = shape.heads_of(kind)[1]
+        d_qk, d_v = (shape.latent.query_dim, shape.latent.v_dim) if shape.latent else (dim, dim)
+        window = kind.attention.window if kind.attention else None
+        # Scores and values are 2 * L^2 * d each per head, of which a causal mask needs half.
+        by_window[window] = by_window.get(window, 0) + shape.heads * (d_qk + d_v)
+    quadratic = by_window.pop(None)
+    windows = tuple((window, float(flops)) for window, flops in by_window.items() if window is not None)
+    return FlopsModel(float(linear), float(quadratic), windows)
 
 
-def _attention_projections(shape: ModelShape) -> int:
+def _attention_projections(shape: ModelShape, kind: LayerKind) -> int:
     """Query (with its output gate), key, value and output; with MLA through the low ranks (arXiv 2405.04434, 2.1)."""
     hidden, heads, latent = shape.hidden, shape.heads, shape.latent
     if latent is None:
-        query = heads * shape.head_dim * (2 if shape.output_gate else 1)
-        return 2 * hidden * (query + 2 * shape.groups * shape.head_dim + heads * shape.head_dim)
+        groups, dim, projections = shape.heads_of(kind)
+        query = heads * dim * (2 if shape.output_gate else 1)
+        return 2 * hidden * (query + projections * groups * dim + heads * dim)
     if latent.q_rank:
         query = latent.q_rank * (hidden + heads * latent.query_dim)
     else:

@@ -4,31 +4,47 @@ from __future__ import annotations
 
 from typing import Any
 
+from slime.models.facts import defaults_of
+
 Config = dict[str, Any]
+LAYERS_DIFFER = ("gemma3_text", "gemma4_text")
+"""Families whose layers differ in windows, heads and positions: see ``layer_attention``."""
 OUTER = ("model_type", "architectures", "megatron", "vision_config", "image_token_id", "video_token_id")
 """What a vision-language config says beside its text part."""
 TIED = "tie_word_embeddings"
 
 
 def text_part(config: Config) -> Config:
-    """The language model of a vision-language config, with the whole's type; any other config as it is."""
+    """The language model of a vision-language config, with the whole's type; any other config as it is.
+
+    With what the family has where a config does not say (``defaults`` in the table of models).
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
-        return config
+        defaults = defaults_of(config.get("model_type"))
+        return {**defaults, **config} if defaults else config
     outer = {key: config[key] for key in OUTER if key in config}
     tied = {TIED: config[TIED]} if TIED in config else {}  # of the text part transformers reads another default
-    return {**outer, **text, **tied, "whole_model_type": config.get("model_type")}
+    defaults = defaults_of(text.get("model_type"))
+    return {**defaults, **outer, **text, **tied, "whole_model_type": config.get("model_type")}
 
 
 def rope_theta(config: Config) -> float | None:
-    """The base of the rotary embedding."""
+    """The base of the rotary embedding; where layers differ, of those that attend to all tokens."""
     parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict):
+        parameters = parameters.get("full_attention") or parameters
     theta = parameters.get("rope_theta") if isinstance(parameters, dict) else None
     return config.get("rope_theta") if theta is None else theta
 
 
 def rope_scaling(config: Config) -> Config | None:
-    """Return how positions are stretched, with the kind under ``rope_type``; None when they are not."""
+    """Return how positions are stretched, with the kind under ``rope_type``; None when they are not.
+
+    None too where layers differ, in which no flag says it.
+    """
+    if config.get("model_type") in LAYERS_DIFFER:
+        return None
     found = config.get("rope_scaling") or config.get("rope_parameters")
     if not isinstance(found, dict):
         return None

@@ -353,8 +353,10 @@ def _layer_notes(config: Config) -> Iterator[str]:
         yield f"its hidden_act is {activation}, for which there are no flags; --swiglu computes silu"
     if config.get("mlp_bias"):
         yield "its mlp_bias is true, for which there are no flags; the MLPs are computed without biases"
-    if window := hf_fields.sliding_window(config):
+    window = hf_fields.sliding_window(config)
+    if window and config.get("model_type") not in hf_fields.LAYERS_DIFFER:
         yield (
-            f"its sliding_window is {window}, for which there are no flags; the trainer attends to all tokens, so its "
-            f"log-probs differ from the engines' in sequences of more than {window} tokens"
+            f"its sliding_window is {window}: without --window-size ({window - 1},0), and --window-attn-skip-freq "
+            "where only some layers have it, the trainer attends to all tokens, so its log-probs differ from the "
+            f"engines' in sequences of more than {window} tokens"
         )

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slime.models import hf_fields
-from slime.models.facts import takes_images
+from slime.models.facts import caps_logits, takes_images
+from slime.models.layer_attention import LayerAttention, layer_attention
 from slime.models.tower import Tower, tower_of
 
 if TYPE_CHECKING:
@@ -25,11 +26,15 @@ DESCRIBED_BY = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 class LayerKind(NamedTuple):
-    """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP, an indexer."""
+    """A transformer layer: linear instead of softmax attention, experts instead of a dense MLP, an indexer.
+
+    ``attention``: its softmax attention, where layers differ in it; None: that of the model.
+    """
 
     linear: bool
     moe: bool
     indexer: bool = False
+    attention: LayerAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class Experts:
 class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
-    ``qk_norm_whole``: all heads are normalized together, with a weight for each of them.
+    ``fused_gate``: gated units can be fused, as SwiGLU is. ``qk_norm_whole``: all heads are normalized together, with a
+    weight for each of them.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
@@ -108,6 +114,7 @@ class ModelShape:
     vocab_unpadded: int
     kinds: tuple[LayerKind, ...]
     gated: bool = True
+    fused_gate: bool = True
     untied: bool = True
     linear_bias: bool = False
     qkv_bias: bool = False
@@ -131,6 +138,12 @@ class ModelShape:
         """Number of decoder layers, without those of multi-token prediction."""
         return len(self.kinds)
 
+    def heads_of(self, kind: LayerKind) -> tuple[int, int, int]:
+        """Return a layer's key heads, size per head, and projections beside that of queries: keys, or values too."""
+        if kind.attention is None:
+            return self.groups, self.head_dim, 2
+        return kind.attention.groups, kind.attention.head_dim, 1 if kind.attention.keys_are_values else 2
+
 
 def model_shape(args: Args) -> ModelShape:
     """Return the shape of the model that a run trains: ``shape_of`` with the config of ``args.hf_checkpoint``.
@@ -141,6 +154,15 @@ def model_shape(args: Args) -> ModelShape:
     return shape_of(args, _read_config(Path(checkpoint) / "config.json") if checkpoint else None)
 
 
+def logit_cap(args: Args) -> float | None:
+    """Return the ``c`` of logits ``c tanh(x / c)``, which the trainer applies where the family of ``--spec`` has it."""
+    if not caps_logits(args.spec):
+        return None
+    config = dict(_read_config(Path(args.hf_checkpoint) / "config.json"))
+    cap = hf_fields.text_part(config).get("final_logit_softcapping")
+    return float(cap) if cap else None
+
+
 @lru_cache(maxsize=8)
 def _read_config(path: Path) -> Mapping[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -149,16 +171,15 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
-    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the indexer of sparse attention, and vision
-    towers: their ``--spec`` reads them from the checkpoint. ``args`` may come from another parser: a missing attribute
-    counts as not given. Raises ValueError when the model is not described.
+    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the windows and heads of Gemma's layers, the
+    indexer of sparse attention, and vision towers: their ``--spec`` reads them from the checkpoint. ``args`` may come
+    from another parser: a missing attribute counts as not given. Raises ValueError when the model is not described.
     """
     missing = [name for name in DESCRIBED_BY if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
     if missing or not vocab:
         raise ValueError(f"the model is not described: {', '.join(missing or ['vocab_size'])} missing")
-    config = hf_config or {}
-    config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
+    config = hf_fields.text_part(dict(hf_config or {}))
     remarks: list[str] = []
     linear, linear_layers = _linear_attention(args, config, remarks)
     experts = _experts(args)
@@ -170,6 +191,13 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
     selects = [indexer is not None] * int(args.num_layers)
     if indexer is not None and len(told := hf_fields.selecting_layers(dict(config))) == args.num_layers:
         selects = told
+    attention: Sequence[LayerAttention | None] = layer_attention(config)
+    if len(attention) != args.num_layers:
+        if "gemma" in _spec(args):
+            remarks.append("layers with windows are counted as attending to all tokens: no flag describes them")
+        attention = [None] * int(args.num_layers)
+    if _get(args, "window_size"):
+        remarks.append("layers with --window-size are counted as attending to all tokens")
     heads, hidden = int(args.num_attention_heads), int(args.hidden_size)
     gated = bool(_get(args, "swiglu", False) or _get(args, "gated_linear_unit", False))
     return ModelShape(
@@ -181,10 +209,11 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         vocab=padded_vocab_size(args),
         vocab_unpadded=int(vocab),
         kinds=tuple(
-            LayerKind(linear=is_linear, moe=experts is not None and bool(is_moe), indexer=selecting)
-            for is_linear, is_moe, selecting in zip(linear_layers, moe_layers, selects, strict=True)
+            LayerKind(is_linear, experts is not None and bool(is_moe), selecting, own)
+            for is_linear, is_moe, selecting, own in zip(linear_layers, moe_layers, selects, attention, strict=True)
         ),
         gated=gated,
+        fused_gate="gemma" not in _spec(args),
         untied=bool(_get(args, "untie_embeddings_and_output_weights", False)),
         linear_bias=bool(_get(args, "add_bias_linear", True)),
         qkv_bias=bool(_get(args, "add_qkv_bias", False)),

@@ -31,6 +31,7 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "qwen3_5_moe-whole": ("ep2",),
     "glm5.2": ("pp2",),  # layers with and without an indexer
     "qwen3_next": ("pp2", "tp2-sp"),
+    "gemma4-whole": ("pp2", "tp2-sp"),  # layers with other heads, a number that is not trained
     "qwen3_5": ("tp2", "pp2"),  # the same without experts
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding
     "qwen3_next-predicting": ("ep2",),

@@ -66,7 +66,7 @@ def test_gradients_equal_autograd(name: str, layout: str, ranks: Any, references
     for rank in ranks:
         given = dict(rank[f"{layout}/{name}"]["gradients"])
         assert not any(gradient.any() for n, gradient in given.items() if ".indexer." in n)
-        seen = {n: g for n, g in given.items() if not re.search(r"e_score_correction_bias|\.indexer\.", n)}
+        seen = {n: g for n, g in given.items() if not re.search(r"e_score_correction_bias|\.indexer\.|layer_scalar", n)}
         assert seen.keys() == expected.keys()
         for parameter, gradient in seen.items():
             error = (gradient - expected[parameter]).norm()
@@ -95,6 +95,9 @@ def test_an_export_has_every_tensor_of_the_source(
         ("glm4", "post_mlp_layernorm"),
         ("deepseek_v32", "index_topk"),
         ("glm5", "the order of what the indexer rotates"),
+        ("gemma3", "sliding_window"),
+        ("gemma4", "sliding_window"),
+        ("gemma4", "final_logit_softcapping"),
     ],
 )
 def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, references: Any) -> None:
@@ -106,6 +109,10 @@ def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, ref
         model.config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         weights, model = model.state_dict(), type(model)(model.config)
         model.load_state_dict(weights)
+    elif part == "sliding_window":
+        model.config.sliding_window = model.config.max_position_embeddings
+    elif part == "final_logit_softcapping":
+        model.config.final_logit_softcapping = None
     elif part == "index_topk":
         for layer in model.model.layers:
             layer.self_attn.indexer.index_topk = model.config.max_position_embeddings

@@ -24,6 +24,7 @@ PROJECTIONS = {
     "minimax_m2": {*FULL, "w1", "w2", "w3"},
     "qwen3_next": {*FULL, *MLP},
     "qwen3_5": {*FULL, *MLP},
+    "gemma4": {*FULL, *MLP},
 }
 
 

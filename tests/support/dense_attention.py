@@ -8,9 +8,18 @@ import torch
 
 
 def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], *, causal: bool = True
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    *,
+    causal: bool = True,
+    window: int | None = None,
 ) -> torch.Tensor:
-    """Return ``[t, n, dv]`` for packed ``q [t, n, d]``, ``k [t, g, d]``, ``v [t, g, dv]``; ``g`` divides ``n``."""
+    """Return ``[t, n, dv]`` for packed ``q [t, n, d]``, ``k [t, g, d]``, ``v [t, g, dv]``; ``g`` divides ``n``.
+
+    ``window``: a causal query sees the last so many keys, its own included.
+    """
     q, k, v = q.double(), k.double(), v.double()
     heads = q.size(1) // k.size(1)
     segment = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -18,6 +27,8 @@ def dense_attention(
     if causal:
         position = torch.arange(q.size(0))
         seen &= position[:, None] >= position[None, :]
+        if window is not None:
+            seen &= position[:, None] < position[None, :] + window
     out = []
     for head in range(q.size(1)):
         scores = q[:, head] @ k[:, head // heads].T / math.sqrt(q.size(-1))

@@ -126,7 +126,8 @@ def attention_inputs() -> list[torch.Tensor]:
 def attention_config(**overrides: Any) -> SimpleNamespace:
     """Return what TorchCoreAttention reads of a TransformerConfig."""
     values = {
-        "softmax_type": "vanilla", "window_size": None, "qk_clip": False, "log_max_attention_logit": False,
+        "softmax_type": "vanilla", "window_size": None, "window_attn_skip_freq": None, "qk_clip": False,
+        "log_max_attention_logit": False,
         "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False, "kv_channels": 8,
         "attention_dropout": 0.0, "sequence_parallel": False,
     }  # fmt: skip

@@ -86,6 +86,9 @@ def run_pack(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
 
+    from slime.algorithms.log_probs import softcapped
+    from slime.models.shape import logit_cap
+
     cp_rank, cp_size = mpu.get_context_parallel_rank(), mpu.get_context_parallel_world_size()
     tp_rank = mpu.get_tensor_model_parallel_rank()
     tokens, index, _ = packed(args.vocab_size, cp_rank, cp_size, given=given)
@@ -98,6 +101,7 @@ def run_pack(
         logits = chunk(input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=params, **inputs)
 
         def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+            output = softcapped(output, logit_cap(args))
             kept.append(output.detach().clone())
             local = gradient[:, tp_rank * output.size(-1) :][:, : output.size(-1)]
             return (output[0, :, : local.size(-1)] * local).sum(), {}

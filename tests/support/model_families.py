@@ -41,6 +41,22 @@ HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     **INTERVAL, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True}
+GEMMA3 = {
+    **WINDOWS, "query_pre_attn_scalar": 24,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1000.0},
+    },
+}  # fmt: skip
+GEMMA4 = {
+    **WINDOWS, "global_head_dim": 32, "num_global_key_value_heads": 2, "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0, "final_logit_softcapping": 4.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+}  # fmt: skip
 SHARED_EXPERT = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
@@ -97,6 +113,12 @@ FAMILIES: dict[str, Tiny] = {
         "minimax_m2",
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "rope_parameters": PARTIAL_ROPE},
         {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
+    ),
+    "gemma3": Tiny("gemma3_text", GEMMA3),
+    "gemma3-whole": Tiny("gemma3_text", GEMMA3, {}, ("vision_tower.norm.weight",), "gemma3"),
+    "gemma4": Tiny("gemma4_text", GEMMA4),
+    "gemma4-whole": Tiny(  # with a key head for two tensor-parallel ranks
+        "gemma4_text", {**GEMMA4, "num_global_key_value_heads": 1}, {}, ("model.vision_tower.norm.weight",), "gemma4"
     ),
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
     "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL),
@@ -161,16 +183,22 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
     tensors = {}
     for name, tensor in load_file(path).items():
         noise = torch.randn(tensor.shape, generator=generator)
-        tensors[name] = 1 + 0.3 * noise if "norm" in name else 0.3 * noise if "bias" in name else 0.15 * noise
+        around_one = "norm" in name or "scalar" in name
+        tensors[name] = 1 + 0.3 * noise if around_one else 0.3 * noise if "bias" in name else 0.15 * noise
     if tiny.whole:
-        tensors = _as_in_a_whole_model(tensors)
+        tensors = _as_in_a_whole_model(tensors, tiny.whole)
     tensors.update({name: torch.randn(3, 2, generator=generator) for name in tiny.carried})
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _as_in_a_whole_model(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def below(whole: str) -> str:
+    """Return the beginning of the language model's names in a vision-language checkpoint of this ``model_type``."""
+    return "language_model.model." if whole == "gemma3" else "model.language_model."
+
+
+def _as_in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str = "") -> dict[str, torch.Tensor]:
     """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
-    return {name.replace("model.", "model.language_model.", 1): t for name, t in stacked_experts(tensors).items()}
+    return {name.replace("model.", below(whole), 1): t for name, t in stacked_experts(tensors).items()}
 
 
 def language_model(checkpoint: str, name: str) -> Any:
@@ -179,11 +207,26 @@ def language_model(checkpoint: str, name: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     tiny = FAMILIES[name]
+    if tiny.whole.startswith("gemma"):  # transformers builds these with their towers
+        return _language_model_of_gemma(Path(checkpoint), tiny)
     config = CONFIG_MAPPING[tiny.whole or tiny.model_type].from_pretrained(checkpoint)
     config.model_type = tiny.whole or tiny.model_type  # by which transformers finds how experts are stored
     model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
     if tiny.model_type == "glm_moe_dsa":
         _interleave_indexers(model)
+    return model
+
+
+def _language_model_of_gemma(checkpoint: Path, tiny: Tiny) -> Any:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    text = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[tiny.model_type](**text), dtype=torch.float32)
+    weights = {n: t for n, t in load_file(checkpoint / "model.safetensors").items() if n not in tiny.carried}
+    model.model.load_state_dict({n.removeprefix(below(tiny.whole)): t for n, t in weights.items()})
+    model.eval()
     return model
 
 
@@ -198,7 +241,7 @@ def reference(checkpoint: str, name: str) -> Reference:
     weights = load_file(Path(checkpoint) / "model.safetensors")
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     if tiny.whole:
-        gradients = {n.replace("model.", "model.language_model.", 1): g for n, g in gradients.items()}
+        gradients = _as_in_a_whole_model(gradients, tiny.whole)
     else:
         gradients = _per_expert(gradients, tiny.model_type)
     return Reference(logits.detach(), weights, gradients)

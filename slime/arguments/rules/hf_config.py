@@ -18,6 +18,7 @@ from slime.arguments.rules import mtp
 from slime.arguments.rules.sglang import as_flags
 from slime.models import hf_fields
 from slime.models.facts import family_of, known_model, trained_families
+from slime.models.layer_attention import layer_attention, not_built
 from slime.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
 from slime.models.shape import moe_layer_pattern
 
@@ -85,6 +86,8 @@ def check_trained(args: Args) -> None:
             f"architectures {', '.join(classes)}, and slime trains models that generate text (whose class ends in "
             f"{', '.join(GENERATES)}): give the checkpoint of the language model"
         )
+    elif missing := not_built(config):
+        problem = f"{missing}, which slime does not build; it trains models of this family without it"
     if problem is None:
         return
     if not args.dry_run:
@@ -100,7 +103,7 @@ def config_of(args: Args) -> tuple[dict[str, Any], str] | None:
     if _is_there(args.hf_checkpoint):
         return read_config(args.hf_checkpoint), f"{args.hf_checkpoint}/config.json"
     known = known_model(args.hf_checkpoint)
-    return None if known is None else (known.config, f"the published {known.repository}")
+    return None if known is None else (hf_fields.text_part(known.config), f"the published {known.repository}")
 
 
 def family_is_unknown(config: dict[str, Any]) -> bool:
@@ -135,6 +138,8 @@ def check_consistency(args: Args) -> None:
     config, name = found
     description = describe(config)
     wrong = _differences(args, description, config.get("model_type")) + mtp.differences(args, config)
+    if layer_attention(config) and args.window_size is not None and not is_own_model(args, description):
+        wrong.append("--window-size is given, but the windows of its layers are read from there: leave it out")
     if wrong:
         raise ArgumentError(
             f"the model flags do not describe {name}: {'; '.join(wrong)}. Correct the flags or the checkpoint"

@@ -16,6 +16,7 @@ from slime.preflight.plan.model_size import Weight, layer_weights
 
 MIB, GIB = 2**20, 2**30
 VOCAB_MULTIPLE = 64  # SGLang pads the embedding to this
+WINDOW_SHARE = 0.8  # SGLang's --swa-full-tokens-ratio
 KV_BYTES = {"bf16": 2.0, "bfloat16": 2.0, "fp8_e4m3": 1.0, "fp8_e5m2": 1.0, "mxfp8": 1 + 1 / 32, "fp4_e2m1": 0.5625}
 KV_BYTES |= {"fp4_mx_block16": 0.5625, "nvfp4": 0.5625}
 
@@ -140,8 +141,9 @@ def _layer_bytes(args: Args, shape: ModelShape, kind: LayerKind, sizes: EngineSi
         absorbed = latent.kv_rank * shape.heads * (latent.qk_dim + latent.v_dim)
         return total + absorbed * layout.element / sizes.attention_tp
     # Fewer groups of keys and values than ranks: they are repeated.
-    repeated = max(0, sizes.attention_tp - shape.groups)
-    key_value = 2 * shape.hidden * shape.head_dim * repeated / sizes.attention_tp
+    groups, dim, _ = shape.heads_of(kind)
+    repeated = max(0, sizes.attention_tp - groups)
+    key_value = 2 * shape.hidden * dim * repeated / sizes.attention_tp
     return total + key_value * layout.bytes_per_weight
 
 
@@ -177,8 +179,27 @@ def _kv_per_token(args: Args, shape: ModelShape, sizes: EngineSizes, layout: Wei
         if shape.indexer is not None:
             size += shape.indexer.dim + 4 * shape.indexer.dim / 128  # fp8 keys with a scale per 128
         return layers * size
-    heads = max(1, shape.groups // sizes.attention_tp)
-    return layers * 2 * heads * shape.head_dim * element
+    keys = [_keys(args, shape, kind, sizes) for kind in shape.kinds if not kind.linear]
+    return layers * 2 * sum(keys) / len(keys) * element
+
+
+def _keys(args: Args, shape: ModelShape, kind: LayerKind, sizes: EngineSizes) -> float:
+    """Numbers of the keys of a token in one layer.
+
+    SGLang gives layers with a window a pool of their own in Gemma 4, with a share of the places of the others.
+    """
+    groups, dim, _ = shape.heads_of(kind)
+    numbers = max(1, groups // sizes.attention_tp) * dim
+    two_pools = any(own.attention and own.attention.keys_are_values for own in shape.kinds)
+    if (
+        not two_pools
+        or args.sglang_disable_hybrid_swa_memory
+        or kind.attention is None
+        or kind.attention.window is None
+    ):
+        return numbers
+    ratio = args.sglang_swa_full_tokens_ratio
+    return numbers * (WINDOW_SHARE if ratio is None else ratio)
 
 
 def _state_per_request(shape: ModelShape, sizes: EngineSizes, layout: WeightFormat) -> int:

@@ -424,9 +424,9 @@ def layer_bytes(shape: ModelShape, kind: LayerKind, parallel: Parallel, kept: Ke
     elif shape.latent is not None:
         found |= _latent_attention(shape.latent, shape.heads, parallel, e)
     else:
-        found |= _attention(shape, parallel.tp, e)
+        found |= _attention(shape, kind, parallel.tp, e)
     if not kept.fused_rope and not kind.linear:
-        found["softmax"] += 4 * e * (shape.latent.rope_dim if shape.latent else shape.head_dim)  # sines and cosines
+        found["softmax"] += 4 * e * (shape.latent.rope_dim if shape.latent else shape.heads_of(kind)[1])  # angles
     if kind.moe:
         assert shape.experts is not None
         return found | _experts(shape, shape.experts, parallel, kept)
@@ -462,11 +462,12 @@ def gradient_bytes(found: Mapping[str, float]) -> float:
     return max(mlp, sum(found.values()) - mlp - found["inputs"] - found["norms"])
 
 
-def _attention(shape: ModelShape, tp: int, e: int) -> dict[str, float]:
-    query, key = shape.heads * shape.head_dim, max(shape.groups, tp) * shape.head_dim
-    projected, rotated = query + 2 * key, query + key
+def _attention(shape: ModelShape, kind: LayerKind, tp: int, e: int) -> dict[str, float]:
+    groups, dim, projections = shape.heads_of(kind)
+    query, key = shape.heads * dim, max(groups, tp) * dim
+    projected, rotated = query + projections * key, query + key
     found = {"qkv": e * (projected + rotated) / tp, "softmax": FP32 * shape.heads / tp, "context": e * query / tp}
-    if shape.qk_norm and tp < shape.groups < shape.heads:
+    if shape.qk_norm and tp < groups < shape.heads:
         found["qk_norm"] = e * query / tp  # queries of several groups are copied out of the projection's output
     if shape.output_gate:
         found["gate"] = 3 * e * query / tp  # the gate in the projection's output, its copy, and the gated output
@@ -505,7 +506,7 @@ def _mlp(shape: ModelShape, ffn: int, kept: Kept) -> float:
 
 def _unfused(shape: ModelShape, kept: Kept) -> int:
     """Without fusion a gated unit keeps its activated half and its shifted linear half too."""
-    return 2 if shape.gated and not kept.fused_activation else 0
+    return 2 if shape.gated and not (kept.fused_activation and shape.fused_gate) else 0
 
 
 def _experts(shape: ModelShape, experts: Experts, parallel: Parallel, kept: Kept) -> dict[str, float]:
@@ -564,10 +565,10 @@ def _projections(shape: ModelShape, kind: LayerKind) -> Iterator[_Projection]:
     elif shape.latent is not None:
         yield from _latent_projections(shape)
     else:
-        query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
+        groups, dim, projections = shape.heads_of(kind)
+        query, key = shape.heads * dim, groups * dim
         yield _Projection("q_proj", shape.hidden, query * (2 if shape.output_gate else 1), "rows")
-        yield _Projection("k_proj", shape.hidden, key, "rows")
-        yield _Projection("v_proj", shape.hidden, key, "rows")
+        yield from (_Projection(name, shape.hidden, key, "rows") for name in ("k_proj", "v_proj")[:projections])
         yield _Projection("o_proj", query, shape.hidden, "columns")
     if not kind.moe:
         yield from _mlp_projections(shape, shape.ffn)

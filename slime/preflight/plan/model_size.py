@@ -119,7 +119,7 @@ def layer_weights(shape: ModelShape, kind: LayerKind) -> list[Weight]:
         weights += _latent_attention(shape)
         weights += _indexer(shape) if kind.indexer else []
     else:
-        weights += _attention(shape)
+        weights += _attention(shape, kind)
     return weights + (_experts(shape) if kind.moe else _mlp(shape, "dense MLP", shape.ffn))
 
 
@@ -156,9 +156,10 @@ def _norm(shape: ModelShape, size: int, count: int = 1) -> list[Weight]:
     return [Weight("norms", size, "none", count * shape.norm)]
 
 
-def _attention(shape: ModelShape) -> list[Weight]:
-    query, key = shape.heads * shape.head_dim, shape.groups * shape.head_dim
-    out = query * (2 if shape.output_gate else 1) + 2 * key
+def _attention(shape: ModelShape, kind: LayerKind) -> list[Weight]:
+    groups, dim, projections = shape.heads_of(kind)
+    query, key = shape.heads * dim, groups * dim
+    out = query * (2 if shape.output_gate else 1) + projections * key
     weights = [Weight("attention", shape.hidden * out), Weight("attention", query * shape.hidden)]
     if shape.linear_bias or shape.qkv_bias:
         weights.append(Weight("attention", out))
@@ -167,7 +168,7 @@ def _attention(shape: ModelShape) -> list[Weight]:
     if shape.qk_norm and shape.qk_norm_whole:
         weights += [*_norm(shape, query), *_norm(shape, key)]
     elif shape.qk_norm:
-        weights += _norm(shape, shape.head_dim, 2)
+        weights += _norm(shape, dim, 2)
     return weights
 
 

@@ -79,6 +79,20 @@ def test_gradcheck() -> None:
         )
 
 
+def test_capped_logits() -> None:
+    """``cap * tanh(z / cap)`` in the place of ``z``, by plain autograd."""
+    generator = random.Random(3)
+    for cap in (1.0, 30.0):
+        logits, targets, kept, temperature = random_case(generator)
+        seen, dense = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        actual = top_p_log_probs(seen, targets, make_mask(kept), temperature=temperature, cap=cap)
+        expected = masked(cap * torch.tanh(dense / cap), targets, kept, temperature)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(seen.grad, dense.grad, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_vocabulary_cut_over_ranks(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a rank holds neither the target nor any of the kept tokens."""

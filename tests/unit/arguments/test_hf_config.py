@@ -163,7 +163,7 @@ ENCODERS_AND_OTHERS = [
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "model_type bert, which slime does not train"),
     ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "model_type t5, which"),
     ({"model_type": "mistral", "architectures": ["MistralForCausalLM"]}, "model_type mistral, which"),
-    ({"model_type": "gemma3_text"}, "it trains deepseek_v3, deepseek_v32, glm4, "),
+    ({"model_type": "gemma2"}, "it trains deepseek_v3, deepseek_v32, gemma3, gemma4, glm4, "),
     ({"model_type": "qwen2_vl", "text_config": CONFIG}, "model_type qwen2_vl, which"),
     ({"model_type": None}, "model_type missing, which"),
     ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures Qwen3ForSequenceClassification, and slime"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from slime.models.flops import flops_model, forward_flops
+from slime.models.flops import FlopsModel, flops_model, forward_flops
 from slime.models.shape import ModelShape, model_shape, moe_layer_pattern
 from tests.support.arguments import run_args
 from tests.support.megatron_model import model_args
@@ -89,7 +89,7 @@ def recurrence(shape: ModelShape) -> int:
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_family_against_the_counter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter takes scores of masked positions for work too, hence the quadratic term twice."""
+    """The counter takes scores of masked positions for work too, hence the quadratic term twice, and no window."""
     tiny = ALL[name]
     config = make_config(tiny, **({"first_k_dense_replace": 2} if name == "deepseek_v3-dense" else {}))
     args = make_args(tmp_path, config, tiny, monkeypatch)
@@ -98,7 +98,10 @@ def test_every_family_against_the_counter(name: str, tmp_path: Path, monkeypatch
         assert [kind.linear for kind in shape.kinds] == [True, False]
         assert shape.output_gate
         assert recurrence(shape) > 0
-    assert (flops.linear - recurrence(shape)) * LENGTH + 2 * flops.quadratic * LENGTH**2 == counted_flops(config)
+    if name.startswith("gemma"):
+        assert [window for window, _ in flops.windows] == [8]
+    quadratic = flops.quadratic + sum(flops for _, flops in flops.windows)
+    assert (flops.linear - recurrence(shape)) * LENGTH + 2 * quadratic * LENGTH**2 == counted_flops(config)
 
 
 @pytest.mark.parametrize("name", ["mimo", "glm4_moe"])
@@ -138,6 +141,15 @@ def test_dense_model_by_hand() -> None:
     assert ungated == 3 * (layer - matmul(length, 16, 40)) + matmul(length, 16, 384)
     padded = forward_flops(tiny_args(padded_vocab_size=512), [length])
     assert padded == 3 * layer + matmul(length, 16, 512)
+
+
+def test_windows_by_hand() -> None:
+    """A query sees the last three tokens: of seven queries the first sees one, the second two, the others three."""
+    model = FlopsModel(linear=0.0, quadratic=0.0, windows=((3, 5.0),))
+    pairs = [1 + 2 + 3 * 5, 1 + 2 + 3, 1 + 2, 1]
+    # c L^2 stands for L^2 / 2 pairs: the diagonal counts half
+    halves = [pair - min(length, 3) / 2 for pair, length in zip(pairs, (7, 3, 2, 1), strict=True)]
+    assert model.forward([7, 3, 2, 1]).tolist() == [10.0 * half for half in halves]
 
 
 def test_sums_over_sequences_not_over_their_concatenation() -> None:

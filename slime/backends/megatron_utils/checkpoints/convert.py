@@ -20,6 +20,7 @@ from slime.backends.megatron_utils.weights.maps import Family, Rule, family_of
 from slime.backends.megatron_utils.weights.naming import MTP, hf_place
 from slime.backends.megatron_utils.weights.untrained import carried_names, copy_tensors, write_copies
 from slime.models import hf_fields
+from slime.models.layer_attention import layer_attention, shared_heads
 from slime.models.shape import gated_delta_net
 from slime.observability.progress import progress_bar
 from slime.weights.hf import writer as hf_writer
@@ -174,7 +175,9 @@ def described_by(whole: dict[str, Any], model_name: str | None = None) -> Descri
     channels = config.get("head_dim") or config["hidden_size"] // heads
     experts = (hf_fields.experts(config) or ("", 0))[1]
     keys = gated_delta_net(config.get).keys
-    return Described(family, Dims(heads, groups, channels, vocab, vocab, experts, keys), config["num_hidden_layers"])
+    shared = shared_heads(layer_attention(config))
+    dims = Dims(heads, groups, channels, vocab, vocab, experts, keys, *shared)
+    return Described(family, dims, config["num_hidden_layers"])
 
 
 def _family(name: str) -> Family:

@@ -132,7 +132,7 @@ def plan(weights: Weights, config: dict[str, Any], described: Described, source:
     used: set[str] = set()
     for name in sorted(weights.names):
         place, is_mtp = as_template(name), family.is_mtp_hf(name, extra)
-        rule = firsts[is_mtp].get(place.template)
+        rule = _rule(firsts[is_mtp].get(place.template, []), place, weights)
         outside = not is_mtp and place.layer is not None and place.layer >= described.num_layers
         if rule is None or outside or (name == LM_HEAD and is_tied):
             continue
@@ -158,8 +158,21 @@ def plan(weights: Weights, config: dict[str, Any], described: Described, source:
     return [files[path] for path in sorted(files)]
 
 
-def _by_first_source(rules: Iterable[Rule]) -> dict[str, Rule]:
-    return {rule.hf[0]: rule for rule in rules}
+def _by_first_source(rules: Iterable[Rule]) -> dict[str, list[Rule]]:
+    found: dict[str, list[Rule]] = {}
+    for rule in rules:
+        found.setdefault(rule.hf[0], []).append(rule)
+    return found
+
+
+def _rule(candidates: Sequence[Rule], place: Place, weights: Weights) -> Rule | None:
+    """Return the one of the rules with the same first tensor that a layer follows, the first if it lacks tensors.
+
+    Layers whose values are their keys have a rule that is a part of that of the others, which goes first.
+    """
+    ordered = sorted(candidates, key=lambda rule: -len(rule.hf))
+    whole = (rule for rule in ordered if weights.names >= set(rule.hf_names(place.layer, place.expert)))
+    return next(whole, ordered[0] if ordered else None)
 
 
 def _key(rule: Rule, in_layer: set[str]) -> str:
@@ -249,10 +262,12 @@ def _check_complete(
 
 
 def _kind(rules: set[Rule]) -> tuple[bool, ...]:
-    """Return what kind of layer has the weights of ``rules``: whether with linear attention, experts, an indexer."""
-    return tuple(
-        any(part in rule.megatron[0] for rule in rules) for part in (".linear_attn.", ".experts.", ".indexer.")
-    )
+    """Return what kind of layer has the weights of ``rules``.
+
+    Whether with linear attention, experts, an indexer, values that are keys.
+    """
+    parts = (".linear_attn.", ".experts.", ".indexer.", ".linear_qk.")
+    return tuple(any(part in rule.megatron[0] for rule in rules) for part in parts)
 
 
 def _sources(entry: Entry, weights: Weights) -> list[Any]:

@@ -30,6 +30,7 @@ _NO_WEIGHT = re.compile(r"optimizer|_state")
 
 NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("self_attention.linear_qk.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),

@@ -163,9 +163,9 @@ def _add(args: Args, models: Sequence[torch.nn.Module], site: Site, targets: set
 
 def _check_layout(site: Site, wanted: list[str], size: int, dims: Dims) -> None:
     names = f"--lora-target-modules {' '.join(wanted)}"
-    if isinstance(site.rule.layout, QueryKeyValue) and dims.num_query_groups % size:
+    if isinstance(site.rule.layout, QueryKeyValue) and (groups := site.rule.layout.groups(dims)) % size:
         raise ValueError(
-            f"{names}: --num-query-groups {dims.num_query_groups} is not divisible by --tensor-model-parallel-size "
+            f"{names}: --num-query-groups {groups} is not divisible by --tensor-model-parallel-size "
             f"{size}, so that ranks hold parts of a group; leave these targets out, or use fewer ranks"
         )
     if site.experts and size not in (1, tensor_parallel().size):

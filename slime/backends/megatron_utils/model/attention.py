@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
@@ -167,16 +168,55 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
-    """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``."""
+def windowed_segment(segment: Segment, window: int, *, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
+    """Return the causal attention ``[b * sq, n, dv]`` of queries that see the last ``window`` keys, theirs included.
+
+    Taken in blocks of queries, each with the keys that any of them sees: work and masks grow with ``sq`` times the
+    window, not with ``sq`` times ``sk``.
+    """
+    queries, keys = segment.q.size(1), segment.k.size(1)
+    if keys <= window:
+        return sdpa_segment(segment, causal=True, scale=scale, dropout_p=dropout_p)
+    before, blocks = keys - queries, []
+    for start in range(0, queries, max(window, SHORT_SEQUENCE)):
+        end = min(start + max(window, SHORT_SEQUENCE), queries)
+        first = max(0, before + start - window + 1)
+        seen = slice(first, before + end)
+        positions = torch.arange(first, before + end, device=segment.q.device)
+        distance = positions[before + start - first :, None] - positions
+        q, k, v = (x.transpose(1, 2) for x in (segment.q[:, start:end], segment.k[:, seen], segment.v[:, seen]))
+        blocks.append(
+            F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=(distance >= 0) & (distance < window),
+                scale=scale,
+                enable_gqa=q.size(1) != k.size(1),
+                dropout_p=dropout_p,
+            )
+        )
+    return torch.cat(blocks, 2).transpose(1, 2).flatten(0, 1)
+
+
+def attend(
+    segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0, window: int | None = None
+) -> torch.Tensor:
+    """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``.
+
+    ``window``: how many keys a query sees at most, the last ones, its own included; of causal attention.
+    """
     if not flash_takes(segments, dropout_p=dropout_p):
+        if window is not None:
+            return _joined([windowed_segment(s, window, scale=scale, dropout_p=dropout_p) for s in segments])
         return _joined([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
+    left = -1 if window is None else window - 1  # kernels count the keys before a query's own
     q_lengths, k_lengths = (tuple(len(run) for s in segments for run in getattr(s, name)) for name in "qk")
     q, k, v = (_joined([getattr(s, name).flatten(0, 1) for s in segments]) for name in "qkv")
     sizes = (_cumulative(q_lengths, q.device), _cumulative(k_lengths, q.device), max(q_lengths), max(k_lengths))
     if flash_attn_varlen_func is None:
-        window = (-1, 0 if causal else -1)  # causal, aligned to the lower right
-        options: dict[str, Any] = {"scale": scale, "window_size": window}
+        # causal, aligned to the lower right
+        options: dict[str, Any] = {"scale": scale, "window_size": (left, 0 if causal else -1)}
         if VARLEN_SHARES_HEADS:
             options["enable_gqa"] = q.size(1) != k.size(1)
         else:
@@ -191,6 +231,7 @@ def attend(segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p
         dropout_p=dropout_p,
         softmax_scale=scale,
         causal=causal,  # aligned to the lower right, as Segment wants it
+        window_size=(left, -1),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
 
@@ -248,8 +289,9 @@ def sequence_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
 class TorchCoreAttention(MegatronModule):
     """Drop-in for megatron's ``DotProductAttention``; see the module's docstring.
 
-    Raises ValueError at construction for options it has no implementation of (sliding window, learnable softmax
-    offset, attention-logit logging), naming the flag.
+    With ``--window-size`` a query of the layers that ``--window-attn-skip-freq`` names sees only the last tokens.
+    Raises ValueError at construction for options it has no implementation of (learnable softmax offset,
+    attention-logit logging, windows without a causal mask), naming the flag.
     """
 
     def __init__(
@@ -277,6 +319,15 @@ class TorchCoreAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout_p = config.attention_dropout if attention_dropout is None else attention_dropout
         self.attn_mask_type = attn_mask_type
+        self.window: int | None = None
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            left, right = config.window_size
+            if right > 0 or attn_mask_type is AttnMaskType.no_mask:
+                raise ValueError(
+                    f"--window-size {left},{right} (layer {layer_number}): attention without TransformerEngine takes "
+                    "windows of tokens before the current one, of causal attention: give 0 as the second number"
+                )
+            self.window = left + 1 if left >= 0 else None
 
     def forward(
         self,
@@ -305,7 +356,7 @@ class TorchCoreAttention(MegatronModule):
         segments = self._segments(query, key, value, lengths, causal)
         dropout_p = self.dropout_p if self.training else 0.0
         with self._dropout_generator(dropout_p):
-            out = attend(segments, causal=causal, scale=self.scale, dropout_p=dropout_p)
+            out = attend(segments, causal=causal, scale=self.scale, dropout_p=dropout_p, window=self.window)
         if batch is None:
             return out.reshape(out.size(0), 1, -1)
         return out.reshape(batch, -1, out.size(1) * out.size(2)).transpose(0, 1).contiguous()

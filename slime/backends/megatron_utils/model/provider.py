@@ -26,6 +26,7 @@ from slime.backends.megatron_utils.model.mtp_loss import trains_mtp
 from slime.backends.megatron_utils.model.value_head import put_value_head
 from slime.backends.megatron_utils.state.parallel import gather_from_world
 from slime.backends.megatron_utils.weights.naming import is_value_head
+from slime.models import hf_fields
 from slime.models.shape import padded_vocab_size
 from slime.utils import accelerator
 from slime.utils.misc import load_function
@@ -288,6 +289,8 @@ def _default(value: float | None, default: float) -> Any:
 def _check(args: Args, settings: dict[str, Any], path: Path) -> None:
     config = json.loads(path.read_text())
     config = config.get("text_config", config)
+    if config.get("model_type") in hf_fields.LAYERS_DIFFER:  # their --spec reads positions from the config itself
+        return
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("default", "mrope"):  # the latter: positions of three numbers, see ``vision``

@@ -165,6 +165,8 @@ class SparseCoreAttention(TorchCoreAttention):
 
     def __init__(self, config: MLATransformerConfig, layer_number: int, *args: Any, sparse: Sparse, **kw: Any) -> None:
         super().__init__(config, layer_number, *args, **kw)
+        if self.window is not None:
+            raise ValueError("--window-size: the indexer of sparse attention chooses what a query sees; leave it out")
         self.sparse, self.source = sparse, sparse.source(layer_number)
 
     def chunks(self, query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Segment]:

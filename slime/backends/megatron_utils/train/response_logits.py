@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slime.algorithms.log_probs import TopPMask, log_probs_and_entropy, top_p_log_probs
+from slime.algorithms.log_probs import TopPMask, log_probs_and_entropy, softcapped, top_p_log_probs
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.state.parallel import context_parallel, tensor_parallel
 from slime.backends.megatron_utils.train.cp_utils import response_rows_and_targets
@@ -16,6 +16,7 @@ from slime.backends.megatron_utils.train.data import LossBatch
 from slime.batching import context_parallel as layout
 from slime.batching.ragged_tensor import flat
 from slime.batching.validate import IDS, OFFSETS
+from slime.models.shape import logit_cap
 from slime.utils.declared import with_defaults
 
 TOP_P_COLUMNS = {IDS: "top_p_token_ids", OFFSETS: "top_p_token_offsets"}
@@ -46,16 +47,16 @@ def get_responses(
     """Yield per sample (logits [n, V_local] float32, tokens [n] they predict).
 
     ``logits`` is [1, T_local, V_local]; n counts the response tokens whose logits this rank holds and may be 0. They
-    are divided by ``args.rollout_temperature`` unless ``apply_temperature`` is False. ``max_seq_lens`` has no effect:
-    it is of samples in a padded row each, which ``packed_row`` refuses. This copies logits: for log-probs use
-    ``get_log_probs_and_entropy``, which does not.
+    are capped where the model does that (``logit_cap``) and divided by ``args.rollout_temperature`` unless
+    ``apply_temperature`` is False. ``max_seq_lens`` has no effect: it is of samples in a padded row each, which
+    ``packed_row`` refuses. This copies logits: for log-probs use ``get_log_probs_and_entropy``, which does not.
     """
     args = with_defaults(args)
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = args.rollout_temperature if apply_temperature else 1.0
+    temperature, cap = args.rollout_temperature if apply_temperature else 1.0, logit_cap(args)
     for sample_rows, sample_targets in zip(rows.split(sizes), targets.split(sizes), strict=True):
-        yield row[sample_rows].float() / temperature, sample_targets
+        yield softcapped(row[sample_rows].float(), cap) / temperature, sample_targets
 
 
 def packed_row(outputs: Tensor) -> Tensor:
@@ -86,7 +87,8 @@ def get_log_probs_and_entropy(
 ) -> tuple[Tensor, dict[str, list[Tensor]]]:
     """Return (empty tensor, {"log_probs": [...], "entropy": [...]}), one float32 tensor [n_local] per sample.
 
-    ``logits`` [1, T_local, V_local] are divided by ``args.rollout_temperature`` unless ``apply_temperature`` is False;
+    ``logits`` [1, T_local, V_local] are capped as in ``get_responses``, and divided by ``args.rollout_temperature``
+    unless ``apply_temperature`` is False;
     the vocabulary may be split over the tensor-parallel group; padding columns past ``args.vocab_size`` have
     probability 0. The entropy carries a gradient ``with_entropy_grad``, by default when ``args.entropy_coef`` is not 0.
     ``max_seq_lens`` as in ``get_responses``. With top-p masks (per sample ids [k] and offsets [response_length + 1])
@@ -99,7 +101,7 @@ def get_log_probs_and_entropy(
     del non_loss_data, max_seq_lens
     row = packed_row(logits)
     rows, targets, sizes = response_rows_and_targets(unconcat_tokens, total_lengths, response_lengths)
-    temperature = args.rollout_temperature if apply_temperature else 1.0
+    temperature, cap = args.rollout_temperature if apply_temperature else 1.0, logit_cap(args)
     if with_entropy_grad is None:
         with_entropy_grad = args.entropy_coef != 0
     log_probs: Tensor | None = None
@@ -112,6 +114,7 @@ def get_log_probs_and_entropy(
             rows=rows,
             tp_group=tensor_parallel().group,
             temperature=temperature,
+            cap=cap,
         )
     if log_probs is None or with_entropy:
         whole, entropy = log_probs_and_entropy(
@@ -125,6 +128,7 @@ def get_log_probs_and_entropy(
             with_entropy=with_entropy,
             entropy_grad=with_entropy_grad,
             overwrite_logits=overwrite_logits and log_probs is None,
+            cap=cap,
         )
         log_probs = whole if log_probs is None else log_probs
     result = {"log_probs": list(log_probs.split(sizes))}

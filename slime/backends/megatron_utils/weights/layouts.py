@@ -38,6 +38,7 @@ class Dims:
     """The sizes of the whole model that layouts need.
 
     ``num_experts`` counts the routed ones of a layer, ``delta_net_keys`` the rows of all keys of a gated delta net.
+    ``shared_groups`` and ``shared_channels``: key heads, and size per head, of layers whose values are their keys.
     """
 
     num_attention_heads: int
@@ -47,6 +48,8 @@ class Dims:
     padded_vocab_size: int
     num_experts: int = 0
     delta_net_keys: int = 0
+    shared_groups: int = 0
+    shared_channels: int = 0
 
     @property
     def heads_per_group(self) -> int:
@@ -152,27 +155,53 @@ class QueryKeyValue(Layout):
     For weights ``[rows, hidden]`` and biases ``[rows]`` alike.
     """
 
+    projections = 2
+    """Beside that of queries: keys, values."""
+
+    def groups(self, dims: Dims) -> int:
+        """Return the number of key heads."""
+        return dims.num_query_groups
+
+    def channels(self, dims: Dims) -> int:
+        """Return the size of a head."""
+        return dims.kv_channels
+
     def hf_shapes(self, local: Shape, tp_size: int, dims: Dims) -> list[Shape]:
-        kv = dims.num_query_groups * dims.kv_channels
-        return [(dims.num_attention_heads * dims.kv_channels, *local[1:]), (kv, *local[1:]), (kv, *local[1:])]
+        d = self.channels(dims)
+        rows = [dims.num_attention_heads * d] + [self.groups(dims) * d] * self.projections
+        return [(size, *local[1:]) for size in rows]
 
     def shard(self, sources: Sequence[Any], tp_rank: int, tp_size: int, dims: Dims) -> torch.Tensor:
-        if dims.num_query_groups % tp_size == 0:
+        if self.groups(dims) % tp_size == 0:
             return self._interleave([_part(source, tp_rank, tp_size) for source in sources], dims)
         # Fewer groups than ranks: a rank holds a block of rows out of the middle of a group.
         return _part(self._interleave([source[:] for source in sources], dims), tp_rank, tp_size)
 
     def _interleave(self, qkv: Sequence[torch.Tensor], dims: Dims) -> torch.Tensor:
-        q, k, v = qkv
-        groups = k.shape[0] // dims.kv_channels
-        parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
+        groups = qkv[1].shape[0] // self.channels(dims)
+        parts = [x.reshape(groups, -1, *x.shape[1:]) for x in qkv]
         return torch.cat(parts, dim=1).flatten(0, 1)
 
     def unshard(self, shards: Sequence[torch.Tensor], dims: Dims) -> list[torch.Tensor]:
         full = torch.cat(list(shards))
-        groups = full.reshape(dims.num_query_groups, -1, *full.shape[1:])
-        d = dims.kv_channels
-        return [x.flatten(0, 1).contiguous() for x in groups.split([dims.heads_per_group * d, d, d], dim=1)]
+        groups = full.reshape(self.groups(dims), -1, *full.shape[1:])
+        d = self.channels(dims)
+        rows = [dims.num_attention_heads // self.groups(dims) * d] + [d] * self.projections
+        return [x.flatten(0, 1).contiguous() for x in groups.split(rows, dim=1)]
+
+
+class QueryKey(QueryKeyValue):
+    """``QueryKeyValue`` of layers whose values are their keys, which have heads of their own."""
+
+    projections = 1
+
+    def groups(self, dims: Dims) -> int:
+        """Return the number of key heads."""
+        return dims.shared_groups
+
+    def channels(self, dims: Dims) -> int:
+        """Return the size of a head."""
+        return dims.shared_channels
 
 
 class DeltaNetRows(ColumnParallel):

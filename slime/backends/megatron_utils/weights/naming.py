@@ -122,7 +122,8 @@ def model_dims(args: Args, config: TransformerConfig) -> Dims:
     vocab = args.vocab_size or padded
     experts = config.num_moe_experts or 0
     keys = gated_delta_net(vars(config).get).keys
-    return Dims(config.num_attention_heads, config.num_query_groups, config.kv_channels, vocab, padded, experts, keys)
+    heads = (config.num_attention_heads, config.num_query_groups, config.kv_channels)
+    return Dims(*heads, vocab, padded, experts, keys, *vars(config).get("shared_heads", ()))
 
 
 def is_value_head(parameter: torch.Tensor) -> bool:

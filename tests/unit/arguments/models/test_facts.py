@@ -93,7 +93,7 @@ def test_every_model_has_repositories_or_is_like_one_that_has():
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "gemma3", "hidden_size": 8, "num_hidden_layers": 3, "head_dim": 4, "rms_norm_eps": 1e-6},
+        {"model_type": "gemma2", "hidden_size": 8, "num_hidden_layers": 3, "head_dim": 4, "rms_norm_eps": 1e-6},
         {"model_type": "deepseek_v4", "kv_lora_rank": 512, "qk_nope_head_dim": 128, "n_routed_experts": 256},
     ],
 )

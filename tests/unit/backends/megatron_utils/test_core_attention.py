@@ -45,11 +45,18 @@ def _params(lengths: list[int]) -> PackedSeqParams:
     return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
 
 
-def _check(out: torch.Tensor, inputs: list[torch.Tensor], lengths: list[int], grad: torch.Tensor, causal: bool) -> None:
+def _check(
+    out: torch.Tensor,
+    inputs: list[torch.Tensor],
+    lengths: list[int],
+    grad: torch.Tensor,
+    causal: bool,
+    window: int | None = None,
+) -> None:
     """Compare output and gradients of ``inputs`` with the dense reference."""
     out.backward(grad.reshape(out.shape))
     reference = [x.detach().double().requires_grad_() for x in inputs]
-    expected = dense_attention(*reference, lengths, causal=causal)
+    expected = dense_attention(*reference, lengths, causal=causal, window=window)
     expected.backward(grad.double())
     torch.testing.assert_close(out.detach().double().reshape(expected.shape), expected.detach(), atol=2e-6, rtol=1e-5)
     for seen, wanted in zip(inputs, reference, strict=True):
@@ -65,6 +72,50 @@ def test_packed(lengths: list[int], heads: int, groups: int, causal: bool) -> No
     out = _module(AttnMaskType.causal if causal else AttnMaskType.no_mask)(*inputs, packed_seq_params=_params(lengths))
     assert out.shape == (sum(lengths), 1, heads * 8)
     _check(out, inputs, lengths, grad, causal)
+
+
+@pytest.mark.parametrize("window", [1, 3, 150])
+@pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [2, 0, 3], [4, 4, 4], [300, 12, 400, 400]])
+def test_windows(lengths: list[int], window: int) -> None:
+    """Longer than a block of queries, which is 128 or the window, and shorter."""
+    *inputs, grad = _tensors(sum(lengths), 4, 2)
+    inputs = [x.requires_grad_() for x in inputs]
+    out = _module(window_size=(window - 1, 0))(*inputs, packed_seq_params=_params(lengths))
+    _check(out, inputs, lengths, grad, True, window)
+
+
+def test_a_window_makes_no_mask_of_queries_times_keys() -> None:
+    """A block of 128 queries with a window of 5 sees 132 keys at most."""
+    q, k, v, _ = _tensors(1000, 4, 2)
+    masks: list[tuple[int, ...]] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*inputs: torch.Tensor, attn_mask: torch.Tensor, **options: Any) -> torch.Tensor:
+        masks.append(tuple(attn_mask.shape))
+        return plain(*inputs, attn_mask=attn_mask, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention.F, "scaled_dot_product_attention", noted)
+        attention.attend([Segment(q[None], k[None], v[None])], causal=True, scale=1.0, window=5)
+    assert masks == [(128, 128), *[(128, 132)] * 6, (104, 108)]
+
+
+def test_windows_in_the_layers_that_the_frequency_names() -> None:
+    """As Megatron reads it: the last of every two layers has none."""
+    *inputs, _ = _tensors(9, 4, 2)
+    groups = SimpleNamespace(cp=OneRank(), tp=OneRank())
+    config = attention_config(window_size=(2, 0), window_attn_skip_freq=2)
+    for layer, window in ((1, 3), (2, None)):
+        module = TorchCoreAttention(config, layer, AttnMaskType.causal, "self", pg_collection=groups)
+        seen = module(*inputs, packed_seq_params=_params([9])).view(9, 4, 8)
+        torch.testing.assert_close(seen.double(), dense_attention(*inputs, [9], window=window), atol=2e-6, rtol=1e-5)
+
+
+def test_windows_of_tokens_to_come_are_refused() -> None:
+    with pytest.raises(ValueError, match="--window-size 3,3"):
+        _module(window_size=(3, 3))
+    with pytest.raises(ValueError, match="causal"):
+        _module(AttnMaskType.no_mask, window_size=(3, 0))
 
 
 def test_neighbors_of_one_length_are_one_segment_without_a_copy() -> None:
@@ -133,8 +184,8 @@ def test_batch_of_equal_sequences() -> None:
 
 
 @pytest.mark.parametrize("cp_size", [2, 3, 4])
-@pytest.mark.parametrize("causal", [True, False])
-def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (False, None), (True, 5)])
+def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool, window: int | None) -> None:
     lengths = [2 * cp_size, 6 * cp_size, 4 * cp_size]
     q, k, v, _ = _tensors(sum(lengths), 4, 2)
     local = [[n // cp_size for n in lengths]] * cp_size
@@ -148,16 +199,18 @@ def test_zigzag_segments_make_up_the_whole(cp_size: int, causal: bool) -> None:
         for i in range(len(lengths)):
             k_parts, v_parts = ([p[i] for p in parts[name]] for name in "kv")
             segments += attention.cp_segments(parts["q"][rank][i], k_parts, v_parts, rank, causal=causal)
-        outs.append(attention.attend(segments, causal=causal, scale=8**-0.5))
+        outs.append(attention.attend(segments, causal=causal, scale=8**-0.5, window=window))
     seen = undo_zigzag_pack(outs, lengths)
-    torch.testing.assert_close(seen.double(), dense_attention(q, k, v, lengths, causal=causal), atol=2e-6, rtol=1e-5)
+    expected = dense_attention(q, k, v, lengths, causal=causal, window=window)
+    torch.testing.assert_close(seen.double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize(
     ("kernel", "shares_heads"), [("flash_attn_varlen_func", True), ("varlen_attn", True), ("varlen_attn", False)]
 )
 def test_flash_gets_lower_right_aligned_segments(
-    kernel: str, shares_heads: bool, monkeypatch: pytest.MonkeyPatch
+    kernel: str, shares_heads: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernels are CUDA's: a float64 stand-in with their contract shows that we hand them the right lengths."""
     q, k, v, _ = _tensors(10, 4, 2)
@@ -168,23 +221,25 @@ def test_flash_gets_lower_right_aligned_segments(
         if kernel == "varlen_attn":
             inspect.signature(TORCH_VARLEN).bind(q, k, v, cu_q, cu_k, max_q, max_k, **options)
             shared = {"enable_gqa": True} if shares_heads else {}
-            assert options == {"scale": 8**-0.5, "window_size": (-1, 0), **shared}
+            assert options == {"scale": 8**-0.5, "window_size": (-1 if window is None else 1, 0), **shared}
             assert k.shape[1] == v.shape[1] == (2 if shares_heads else 4)
         else:
             assert options["causal"]
+            assert options["window_size"] == (-1 if window is None else 1, -1)
         out = []
         for i in range(len(cu_q) - 1):
             n, keys = cu_q[i + 1] - cu_q[i], slice(cu_k[i], cu_k[i + 1])
             queries = torch.zeros(cu_k[i + 1] - cu_k[i], *q.shape[1:])
             queries[-n:] = q[cu_q[i] : cu_q[i + 1]]
-            out.append(dense_attention(queries, k[keys], v[keys], [len(queries)])[-n:])
+            out.append(dense_attention(queries, k[keys], v[keys], [len(queries)], window=window)[-n:])
         return torch.cat(out)
 
-    expected = attention.attend(segments, causal=True, scale=8**-0.5)
+    expected = attention.attend(segments, causal=True, scale=8**-0.5, window=window)
     monkeypatch.setattr(attention, kernel, varlen)
     monkeypatch.setattr(attention, "VARLEN_SHARES_HEADS", shares_heads)
     monkeypatch.setattr(attention, "flash_takes", lambda segments, dropout_p: True)
-    torch.testing.assert_close(attention.attend(segments, causal=True, scale=8**-0.5).float(), expected)
+    seen = attention.attend(segments, causal=True, scale=8**-0.5, window=window)
+    torch.testing.assert_close(seen.float(), expected)
 
 
 def test_the_causal_mask_type_is_passed_to_fused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +290,6 @@ def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
     ("config", "flag"),
     [
         ({"softmax_type": "learnable"}, "--softmax-type"),
-        ({"window_size": (128, 0)}, "--window-size"),
         ({"qk_clip": True}, "--qk-clip"),
     ],
 )

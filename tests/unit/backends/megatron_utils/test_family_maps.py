@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from slime.backends.megatron_utils.weights.layouts import Dims, Transposed
+from slime.backends.megatron_utils.weights.layouts import Dims, QueryKey, Transposed
 from slime.backends.megatron_utils.weights.maps import FAMILIES, family_of
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import GatedQueryKeyValue, HiddenFirst
@@ -43,6 +44,24 @@ def test_gates_lie_behind_the_queries_of_their_group(tp_size: int) -> None:
     back = layout.unshard(shards, DIMS)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(back, sources, strict=True))
     assert layout.hf_shapes(tuple(shards[0].shape), tp_size, DIMS) == [tuple(s.shape) for s in sources]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_keys_lie_behind_the_queries_of_their_group_where_they_are_the_values(tp_size: int) -> None:
+    """Two groups of heads of six numbers, whatever the other layers have."""
+    groups, d = 2, 6
+    q = [("query", head, c) for head in range(HEADS) for c in range(d)]
+    k = [("key", group, c) for group in range(groups) for c in range(d)]
+    sources, wanted = [_labeled(q), _labeled(k)], []
+    for group in range(groups):
+        wanted += [("query", head, c) for head in range(group * 4, group * 4 + 4) for c in range(d)]
+        wanted += [("key", group, c) for c in range(d)]
+    layout, dims = QueryKey(), replace(DIMS, shared_groups=groups, shared_channels=d)
+    assert sum(layout.hf_shapes((len(wanted) // tp_size, HIDDEN), tp_size, dims), ()) == (48, HIDDEN, 12, HIDDEN)
+    shards = [layout.shard(sources, rank, tp_size, dims) for rank in range(tp_size)]
+    assert torch.equal(torch.cat(shards), _labeled(wanted))
+    back = layout.unshard(shards, dims)
+    assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(back, sources, strict=True))
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])

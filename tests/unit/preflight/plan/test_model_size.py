@@ -196,6 +196,9 @@ def test_says_what_no_flag_describes() -> None:
     assert "linear-attention layers are counted as softmax attention" in model_size(hybrid).shape.remarks[0]
     sparse = bare_args(spec=["slime_plugins.models.glm5.glm5", "get_glm5_spec"])
     assert "indexer" in model_size(sparse).shape.remarks[0]
+    gemma = bare_args(spec=["slime_plugins.models.gemma3", "get_gemma3_model_provider"])
+    assert "counted as attending to all tokens: no flag" in model_size(gemma).shape.remarks[0]
+    assert "--window-size" in model_size(bare_args(window_size=[127, 0])).shape.remarks[0]
 
 
 def test_the_indexer_is_in_the_layers_that_select() -> None:

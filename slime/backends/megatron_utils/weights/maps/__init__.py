@@ -21,9 +21,13 @@ FAMILIES: tuple[Family, ...] = (
     families.MINIMAX_M2,
     families.QWEN3_NEXT,
     *qwen3_5.FAMILIES,
+    families.GEMMA3,
+    families.GEMMA4,
     vision.QWEN3_VL,
     vision.QWEN3_VL_MOE,
     vision.QWEN2_5_VL,
+    vision.GEMMA3,
+    vision.GEMMA4,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from slime.backends.megatron_utils.weights.layouts import QueryKey, Replicated
 from slime.backends.megatron_utils.weights.maps.parts import (
     DENSE,
     GATED_ATTENTION,
@@ -12,6 +13,7 @@ from slime.backends.megatron_utils.weights.maps.parts import (
     delta_net,
     expert_bias,
     in_extra_layers,
+    layer_rule,
     mtp_rules,
     one_mtp_layer,
     routed_experts,
@@ -69,3 +71,34 @@ MINIMAX_M2 = Family(
     ),
     ROTARY_BUFFERS,
 )
+
+# Gemma 3: norms before and after attention and MLP.
+_POST_NORMS = {
+    "post_self_attn_layernorm.weight": "post_attention_layernorm.weight",
+    "post_mlp_layernorm.weight": "post_feedforward_layernorm.weight",
+}
+_GEMMA3: tuple[Rule, ...] = (
+    *(rule for rule in DENSE if "pre_mlp_layernorm" not in rule.megatron[0]),
+    *QK_NORM,
+    layer_rule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("pre_feedforward_layernorm.weight",),
+        Replicated(),
+    ),
+    *(layer_rule(megatron, (hf,), Replicated()) for megatron, hf in _POST_NORMS.items()),
+)
+GEMMA3 = Family("gemma3_text", ("gemma3_text",), _GEMMA3, ROTARY_BUFFERS)
+
+# Gemma 4, dense: layers whose values are their keys, and a number for each layer that is not trained.
+_SHARED = "self_attention.linear_qk."
+_GEMMA4: tuple[Rule, ...] = (
+    *(rule for rule in _GEMMA3 if "input_layernorm" not in rule.megatron[0]),
+    layer_rule(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", f"{_SHARED}layer_norm_weight"),
+        ("input_layernorm.weight",),
+        Replicated(),
+    ),
+    layer_rule(f"{_SHARED}weight", ("self_attn.q_proj.weight", "self_attn.k_proj.weight"), QueryKey()),
+    layer_rule("layer_scalar", ("layer_scalar",), Replicated()),
+)
+GEMMA4 = Family("gemma4_text", ("gemma4_text",), _GEMMA4, ROTARY_BUFFERS)

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slime.backends.megatron_utils.weights.layouts import Replicated, RowParallel, Transposed
+from slime.backends.megatron_utils.weights.maps.families import GEMMA3 as GEMMA3_TEXT
+from slime.backends.megatron_utils.weights.maps.families import GEMMA4 as GEMMA4_TEXT
 from slime.backends.megatron_utils.weights.maps.families import QWEN2, QWEN3
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import ROTARY_BUFFERS, router, stacked_experts
@@ -66,4 +68,23 @@ QWEN3_VL = _below("qwen3_vl", QWEN3.rules)
 QWEN3_VL_MOE = _below("qwen3_vl_moe", _QWEN3_VL_MOE)
 QWEN2_5_VL = Family(
     "qwen2_5_vl", ("qwen2_5_vl",), QWEN2.rules, ROTARY_BUFFERS, carried=(r"^visual\.",), tower=QWEN2_5_TOWER
+)
+
+# Of these the language model alone is built.
+GEMMA3 = Family(
+    "gemma3",
+    ("gemma3",),
+    tuple(
+        replace(rule, hf=tuple(name.replace("model.", "language_model.model.", 1) for name in rule.hf))
+        for rule in GEMMA3_TEXT.rules
+    ),
+    ROTARY_BUFFERS,
+    carried=(r"^vision_tower\.", r"^multi_modal_projector\."),
+)
+GEMMA4 = Family(
+    "gemma4",
+    ("gemma4",),
+    below_language_model(GEMMA4_TEXT.rules),
+    ROTARY_BUFFERS,
+    carried=(r"^model\.(vision_tower|embed_vision|audio_tower|embed_audio)\.",),
 )

@@ -45,6 +45,7 @@ def register() -> None:
     register_if_it_fits(
         ["weights.drafts", "weights.changes"], "pushes of changes fail, and a broadcast leaves draft layers out"
     )
+    register_if_it_fits(["server.gemma4"], "Gemma 4 fails without a tower, and on a CPU")
     register_if_it_fits(["weights.p2p"], "--update-weight-transport p2p fails")
     register_if_it_fits(
         ["weights.features"], "after pushes images that were seen before have the features of old weights"
