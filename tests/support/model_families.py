@@ -98,6 +98,7 @@ FAMILIES: dict[str, Tiny] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8, "rope_parameters": PARTIAL_ROPE},
         {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True},
     ),
+    "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # by mbridge
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
     "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL),
     "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, INTERVAL),
@@ -224,7 +225,7 @@ def _interleave_indexers(model: torch.nn.Module) -> None:
 def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Take the experts apart that transformers stacks when it loads them."""
     names = ("gate_proj", "up_proj", "down_proj")
-    if model_type == "minimax_m2":
+    if model_type in ("minimax_m2", "mixtral"):
         names = ("w1", "w3", "w2")
         gradients = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in gradients.items()}
     found = {}
