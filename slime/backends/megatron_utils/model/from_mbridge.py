@@ -50,7 +50,8 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     kind = type(bridge)
     own = [name for name in OVERRIDDEN if getattr(kind, name, None) is not getattr(LLMBridge, name)]
     if own or kind.TransformerConfigClass is not TransformerConfig:
-        raise CannotBeSaidError(f"{kind.__name__} of mbridge builds a model of its own ({', '.join(own) or 'its config'})")
+        made = ", ".join(own) or kind.TransformerConfigClass.__name__
+        raise CannotBeSaidError(f"{kind.__name__} of mbridge builds a model of its own ({made})")
     wanted = {**vars(bridge.config), **CORRECTED.get(config["model_type"], {})}
     section: dict[str, Any] = {
         "qk_layernorm": wanted["qk_layernorm"],
@@ -62,7 +63,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     flags = {flag.dest: option for option, flag in flags_by_option().items() if option not in decided}
     run: list[Any] = []
     for name, (_, value) in _differences(_args(config, section), wanted).items():
-        if name in flags:
+        if name in flags and isinstance(value, bool | int | float) and value is not False:
             run += [flags[name]] if value is True else [flags[name], value]
     section["run"] = run
     args = _args(config, section)
@@ -105,7 +106,11 @@ def _check_ends(args: Any, bridge: Any) -> None:
     """Compare embedding, positions and output layer, which are arguments of GPTModel."""
     from megatron.core.models.gpt import GPTModel
 
-    built = {"vocab_size": args.vocab_size, "position_embedding_type": args.position_embedding_type, **rope_settings(args)}
+    built = {
+        "vocab_size": args.vocab_size,
+        "position_embedding_type": args.position_embedding_type,
+        **rope_settings(args),
+    }
     defaults = {name: one.default for name, one in inspect.signature(GPTModel.__init__).parameters.items()}
     given = bridge._get_gptmodel_args()
     if unknown := set(given) - set(built) - {"max_sequence_length"}:

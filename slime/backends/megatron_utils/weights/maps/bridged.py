@@ -6,7 +6,6 @@ both are compared on small tensors, for one and for two tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from slime.backends.megatron_utils import import_megatron
-from slime.backends.megatron_utils.weights.layouts import Dims, GateUp, Layout, Shape, Vocabulary
+from slime.backends.megatron_utils.weights.layouts import Dims, RowParallel, Shape
 from slime.backends.megatron_utils.weights.maps.parts import (
     DENSE,
     QK_NORM,
@@ -36,6 +35,7 @@ RULES = (
 SMALL = {
     "hidden_size": 8, "intermediate_size": 12, "moe_intermediate_size": 12, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 16, "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
 }  # fmt: skip
 DIMS = Dims(4, 2, 6, 16, 16, 4)
@@ -67,7 +67,10 @@ def bridge_of(config: dict[str, Any]) -> Any:
     if getattr(completed, "head_dim", None) is None:
         completed.head_dim = completed.hidden_size // completed.num_attention_heads
     completed.rope_theta = hf_fields.rope_theta(completed.to_dict())
-    return _MODEL_REGISTRY[model_type](completed, dtype=torch.float32, parallel_states=ParallelStates())
+    kind = _MODEL_REGISTRY[model_type]
+    # Some bridges change this dictionary of their class for a checkpoint with tied embeddings.
+    kind = type(kind.__name__, (kind,), {"_DIRECT_MAPPING": dict(kind._DIRECT_MAPPING)})
+    return kind(completed, dtype=torch.float32, parallel_states=ParallelStates())
 
 
 @cache
@@ -109,49 +112,24 @@ def _hf_names(bridge: Any, parameter: str, layer: int, expert: int) -> list[str]
 
 def _is_the_same(bridge: Any, parameter: str, rule: Rule, ranks: int) -> bool:
     """Return whether bridge and layout agree in both directions, for ``ranks`` tensor-parallel ranks."""
-    sources = list(numbered_sources(rule.layout, SHAPES.get(_kind(parameter), (8,)), DIMS))
-    if len(sources) != len(rule.hf):
-        return False
-    try:
-        shards = [rule.layout.shard(sources, rank, ranks, DIMS) for rank in range(ranks)]
-        parts, names, tensors = through_bridge(bridge, parameter, rule.layout, sources, shards)
-    except (RuntimeError, ValueError, *_NOT_MAPPED):  # of tensors that the bridge expects in another form
-        return False
-    same = [torch.equal(a, b) for a, b in zip((*parts, *tensors), (*shards, *sources), strict=True)]
-    return all(same) and names == rule.hf_names(0, 0)
-
-
-def _kind(parameter: str) -> str:
-    name = parameter.removesuffix("weight0")
-    return ".".join((name + "weight" if name != parameter else name).rsplit(".", 2)[-2:]).removeprefix("shared_experts.")
-
-
-def numbered_sources(layout: Layout, parameter: Shape, dims: Dims) -> Iterator[torch.Tensor]:
-    """Yield tensors of which ``layout`` makes a whole parameter of that shape, no number in them twice."""
-    first = 0
-    for shape in layout.hf_shapes(parameter, 1, dims):
-        count = torch.Size(shape).numel()
-        yield torch.arange(first, first + count, dtype=torch.float32).reshape(shape)
-        first += count
-
-
-def through_bridge(
-    bridge: Any, parameter: str, layout: Layout, sources: list[torch.Tensor], shards: list[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[str], list[torch.Tensor]]:
-    """Return what the bridge makes of ``sources`` for the ranks, and the names and tensors that it makes of ``shards``.
-
-    ``parameter`` has numbers in the place of ``{layer}`` and ``{expert}``.
-    """
     from mbridge.core.parallel_states import ParallelStates
 
-    ranks = len(shards)
+    whole = next((shape for end, shape in SHAPES.items() if parameter.removesuffix("0").endswith(end)), (8,))
+    shapes = rule.layout.hf_shapes(whole, 1, DIMS)
+    if len(shapes) != len(rule.hf):
+        return False
+    sources = [torch.rand(shape) for shape in shapes]
+    shards = [rule.layout.shard(sources, rank, ranks, DIMS) for rank in range(ranks)]
+    like: Any = torch.empty_like(shards[0])  # has the marks of a parameter of Megatron's, which the bridge reads
+    like.tensor_model_parallel = rule.layout.sharded
+    like.partition_dim = int(isinstance(rule.layout, RowParallel))
     bridge.mpu = ParallelStates(tp_size=ranks, etp_size=ranks)
-    like = torch.empty_like(shards[0])
-    like.tensor_model_parallel = layout.sharded  # type: ignore[attr-defined]
-    rows = isinstance(layout, Vocabulary | GateUp) or like.ndim == 1 or like.shape[1:] == sources[0].shape[1:]
-    like.partition_dim = 0 if rows else 1  # type: ignore[attr-defined]
-    whole = bridge._weight_to_mcore_format(parameter, sources)
-    parts = list(bridge._weight_split_across_tp(parameter, whole, like, ranks))
-    merged = shards[0] if not layout.sharded else bridge._weight_merge_across_tp(parameter, shards, like)
-    names, tensors = bridge._weight_to_hf_format(parameter, merged)
-    return parts, list(names), list(tensors)
+    try:
+        made = bridge._weight_to_mcore_format(parameter, sources)
+        parts = bridge._weight_split_across_tp(parameter, made, like, ranks)
+        merged = bridge._weight_merge_across_tp(parameter, shards, like) if rule.layout.sharded else shards[0]
+        tensors = bridge._weight_to_hf_format(parameter, merged)[1]
+    except (RuntimeError, ValueError, *_NOT_MAPPED):  # of tensors that the bridge expects in another form
+        return False
+    seen, wanted = [*parts, *tensors], [*shards, *sources]
+    return len(seen) == len(wanted) and all(map(torch.equal, seen, wanted))
