@@ -36,8 +36,8 @@ def bridged_families() -> tuple[str, ...]:
 def bridged_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Return ``{"megatron": section}``, the section that a family has in ``facts.yaml``, as mbridge describes it.
 
-    ``config``: the content of ``config.json``. Of a model that Megatron's flags cannot say it is ``{"problem": phrase}``;
-    {} of a family that mbridge does not have.
+    ``config``: the content of ``config.json``. Of a model that Megatron's flags cannot describe it is
+    ``{"problem": phrase}``; {} of a family that mbridge does not have.
     """
     known = config.get("model_type") in bridged_families() and "whole_model_type" not in config
     return dict(_asked(json.dumps(config, sort_keys=True))) if known else {}

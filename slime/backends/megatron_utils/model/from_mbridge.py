@@ -24,13 +24,12 @@ from slime.models.megatron_flags import describe
 # and Megatron's own script of Mixtral those of the experts taken add up to 1.
 CORRECTED: dict[str, dict[str, Any]] = {"mixtral": {"moe_router_pre_softmax": False}}
 NOT_THE_MODEL = re.compile(
-    r"_size$|_dtype$|bf16|fp16|fusion|overlap|dropout|init_method|p2p_comm|_grouped_gemm|variable_seq_lengths|"
+    r"parallel_size$|_dtype$|bf16|fp16|fusion|overlap|dropout|init_method|p2p_comm|_grouped_gemm|variable_seq_lengths|"
     r"use_cpu_initialization|persist_layer_norm|deallocate_|masked_softmax|_aux_loss_coeff|load_balancing_type|"
     r"bias_update_rate|dispatcher|_batch_|recompute|cuda_graph|attention_backend|cp_comm_type|deterministic|_offload|"
     r"softmax_in_fp32|loss_scaling"
 )
 """Fields of TransformerConfig about precision, parallelism, kernels, initial values and losses."""
-SIZES = ("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 OVERRIDDEN = ("_get_transformer_layer_spec", "_model_provider", "get_model")
 
 
@@ -88,7 +87,7 @@ def _differences(args: Any, wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]
     found = {}
     for field in dataclasses.fields(built):
         name = field.name
-        if name not in SIZES and NOT_THE_MODEL.search(name):
+        if NOT_THE_MODEL.search(name):
             continue
         seen, value = (_in_one_form(name, one, args) for one in (getattr(built, name), wanted.get(name)))
         if seen != value:
@@ -126,7 +125,7 @@ def main() -> int:
     """Answer the one question on the standard input."""
     config = json.load(sys.stdin)
     try:
-        answer = {"megatron": settings(config)}
+        answer: dict[str, Any] = {"megatron": settings(config)}
     except ValueError as error:
         answer = {"problem": str(error)}
     print(json.dumps(answer))
