@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime.backends.megatron_utils.checkpoints.convert import Conversion, convert, differences
+from slime.backends.megatron_utils.checkpoints.to_torch_dist import to_torch_dist
 from tests.support.megatron_references import make_checkpoints
 from tests.support.model_families import make_checkpoint
 from tests.support.run_train import Finished, rl_flags, run_train, sums_file
@@ -255,37 +257,35 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint
 
 
-def run(checkpoint: Path, folder: Path, name: str, rollouts: int) -> Finished:
+def run(checkpoint: Path, folder: Path, name: str, *flags: str) -> Finished:
     """Train and save in ``folder``; a later run of the same folder continues."""
-    words = f"""--num-rollout {rollouts} --save {folder}/save --load {folder}/save --save-interval 1
-        --save-hf {folder}/hf-{{rollout_id}} --custom-rm-path tests.support.rollout_hooks.every_other"""
-    return run_train([*rl_flags(checkpoint, sums_file(folder / "sums.jsonl")), *words.split()], folder / name)
+    words = f"""--save {folder}/save --load {folder}/save --save-interval 1 --save-hf {folder}/hf-{{rollout_id}}
+        --custom-rm-path tests.support.rollout_hooks.every_other"""
+    done = run_train([*rl_flags(checkpoint, sums_file(folder / "sums.jsonl")), *words.split(), *flags], folder / name)
+    assert max(done.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert min(done.metric("train/grad_norm").values()) > 0
+    return done
 
 
 def test_trainer_and_engine_agree(mixtral: Path, tmp_path: Path) -> None:
     """The second rollout is made with weights that the trainer has pushed."""
-    first = run(mixtral, tmp_path, "first", 2)
-    differences = first.metric("train/train_rollout_logprob_abs_diff")
-    assert len(differences) == 2
-    assert max(differences.values()) <= 1e-5
-    assert min(first.metric("train/grad_norm").values()) > 0
+    done = run(mixtral, tmp_path, "run", "--num-rollout", "2")
+    assert done.metric("rollout/weight_version/max") == {0: 1.0, 1: 2.0}
+
+
+def test_a_checkpoint_is_converted_there_and_back(mixtral: Path, tmp_path: Path) -> None:
+    to_torch_dist(mixtral, tmp_path / "megatron")
+    made = convert(Conversion(tmp_path / "megatron" / "release", tmp_path / "made", mixtral))
+    assert differences(made, mixtral) == []
 
 
 @pytest.mark.soak
 def test_a_run_is_continued(mixtral: Path, tmp_path: Path) -> None:
-    """From its checkpoint of Megatron, with the same metrics as the one that was not interrupted, and its export."""
-    from safetensors.torch import load_file
-
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    reference = run(mixtral, whole, "run", 2)
-    run(mixtral, parts, "first", 1)
-    continued = run(mixtral, parts, "second", 2)
-    for metric in ("train/loss", "train/grad_norm", "train/train_rollout_logprob_abs_diff"):
-        assert continued.metric(metric)[1] == pytest.approx(reference.metric(metric)[1], abs=1e-5), metric
-    first, second = (load_file(whole / f"hf-{i}" / "model-00001-of-00001.safetensors") for i in range(2))
-    assert first.keys() == second.keys() == load_file(mixtral / "model.safetensors").keys()
-    again = load_file(parts / "hf-1" / "model-00001-of-00001.safetensors")
-    assert max((again[name] - second[name]).abs().max().item() for name in second) < 1e-5
-    assert any(not torch.equal(first[name], second[name]) for name in second)
+    """From a checkpoint of Megatron that has the weights of the export."""
+    run(mixtral, tmp_path, "first", "--num-rollout", "1")
+    made = convert(Conversion(tmp_path / "save", tmp_path / "made", mixtral))
+    assert differences(made, tmp_path / "hf-0") == []
+    assert differences(made, mixtral) != []
+    second = run(mixtral, tmp_path, "second", "--num-rollout", "2")
+    assert second.metric("train/grad_norm").keys() == {1}
+    assert differences(tmp_path / "hf-1", tmp_path / "hf-0") != []
