@@ -281,11 +281,13 @@ def test_a_checkpoint_is_converted_there_and_back(mixtral: Path, tmp_path: Path)
 
 @pytest.mark.soak
 def test_a_run_is_continued(mixtral: Path, tmp_path: Path) -> None:
-    """From a checkpoint of Megatron that has the weights of the export."""
+    """From a checkpoint of Megatron that has the weights of the export; the engines then get changes alone."""
     run(mixtral, tmp_path, "first", "--num-rollout", "1")
     made = convert(Conversion(tmp_path / "save", tmp_path / "made", mixtral))
     assert differences(made, tmp_path / "hf-0") == []
     assert differences(made, mixtral) != []
-    second = run(mixtral, tmp_path, "second", "--num-rollout", "2")
-    assert second.metric("train/grad_norm").keys() == {1}
+    changes = f"""--num-rollout 3 --update-weight-transport disk --update-weight-disk-dir {tmp_path}/shared
+        --update-weight-local-checkpoint-dir {tmp_path}/local --update-weight-mode delta"""
+    second = run(mixtral, tmp_path, "second", *changes.split())
+    assert second.metric("train/grad_norm").keys() == {1, 2}
     assert differences(tmp_path / "hf-1", tmp_path / "hf-0") != []
