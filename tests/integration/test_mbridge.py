@@ -131,6 +131,7 @@ def test_our_model_flags_build_the_configuration_of_mbridge(name: str, checkpoin
     qk_norm = ours["qk_layernorm"]
     found = settings(config)
     assert found["run"] == []
+    assert found["bridge"].endswith("Bridge")
     assert found["qk_layernorm"] == (config[qk_norm] if isinstance(qk_norm, str) else qk_norm)
     assert found["qkv_bias"] == bool(ours.get("qkv_bias") or config.get("attention_bias"))
     assert found["router"] == ours.get("router", "softmax")

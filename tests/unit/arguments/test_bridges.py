@@ -74,6 +74,23 @@ def test_a_model_that_flags_cannot_describe_is_refused_with_the_reason(
     assert {config["model_type"] for config in asked} == {"mixtral"}
 
 
+def test_what_mbridge_describes_is_trained_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = {"bridge": "MixtralBridge", "qk_layernorm": False, "qkv_bias": False, "router": "softmax"}
+    answer = {"megatron": {**section, "run": ["--moe-router-topk-scaling-factor", 2.5]}}
+    monkeypatch.setattr(bridges, "_asked", lambda config: answer)
+    more = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **MIXTRAL, **more}))
+    words = minimal_flags()[: minimal_flags().index("--num-layers")]
+    args = parse_args([*words, "--hf-checkpoint", str(tmp_path)])
+    assert (args.num_experts, args.moe_router_topk, args.moe_ffn_hidden_size) == (4, 2, CONFIG["intermediate_size"])
+    assert args.moe_router_topk_scaling_factor == 2.5
+    assert args.swiglu
+    assert not args.moe_router_pre_softmax
+    assert "the family mixtral is described by MixtralBridge of mbridge; docs" in capsys.readouterr().err
+
+
 def test_families_of_the_table_are_not_asked_about(asked: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     parse_args([*minimal_flags(), "--hf-checkpoint", str(tmp_path)])

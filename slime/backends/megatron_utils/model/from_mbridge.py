@@ -53,6 +53,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
         raise CannotBeSaidError(f"{kind.__name__} of mbridge builds a model of its own ({made})")
     wanted = {**vars(bridge.config), **CORRECTED.get(config["model_type"], {})}
     section: dict[str, Any] = {
+        "bridge": kind.__name__,
         "qk_layernorm": wanted["qk_layernorm"],
         "qkv_bias": wanted["add_qkv_bias"],
         "router": wanted["moe_router_score_function"],
