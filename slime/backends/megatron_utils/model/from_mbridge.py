@@ -20,8 +20,8 @@ from slime.backends.megatron_utils.model.provider import rope_settings, transfor
 from slime.backends.megatron_utils.weights.maps.bridged import bridge_of, bridged_family
 from slime.models.megatron_flags import describe
 
-# mbridge 0.15 leaves the weights of Mixtral's experts as a softmax over all of them has them; in transformers and SGLang
-# those of the experts taken add up to 1.
+# mbridge 0.15 leaves the weights of Mixtral's experts as a softmax over all of them has them; in transformers and in
+# SGLang those of the experts that a token takes add up to 1.
 CORRECTED: dict[str, dict[str, Any]] = {"mixtral": {"moe_router_pre_softmax": False}}
 NOT_THE_MODEL = re.compile(
     r"parallel_size$|_dtype$|bf16|fp16|fusion|overlap|dropout|init_method|p2p_comm|_grouped_gemm|variable_seq_lengths|"
