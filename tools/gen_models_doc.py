@@ -106,6 +106,37 @@ ABOUT_FAMILIES = """
 SCRIPTS_OPENING = """
 Megatron's own linear attention (`--experimental-attention-variant gated_delta_net`) takes no packed sequences either.
 
+## Other families, by mbridge
+
+With the package [mbridge](https://github.com/ISEEKYAN/mbridge) (`pip install 'slime[mbridge]'`) slime also trains the
+language models that mbridge has a bridge for and the table above does not list: with mbridge 0.15 that is Mixtral
+(`mixtral`). Names of tensors are those of the bridge, and the model flags build the configuration that the bridge
+builds; layouts, checkpoints, conversions and pushes are those of every other family. Reading the flags takes some
+seconds more. Before anything starts, a run is refused, with the reason,
+
+* where flags and `config.json` do not describe the configuration that mbridge has (precision, parallelism, kernels and
+  auxiliary losses apart), or the bridge has layers of its own;
+* where the bridge makes a parameter of its tensors in a way that is none of slime's layouts: both are compared on small
+  tensors in both directions, for one and two tensor-parallel ranks;
+* without mbridge, naming the families that are trained.
+
+Not checked is
+
+* that mbridge is right about a model. Mixtral alone is compared with transformers, as the families above are (DP TP+SP
+  PP CP EP, largest difference 4.6e-6), and one setting of mbridge 0.15 is corrected for it: the weights of the experts
+  that a token takes add up to 1. Of another family compare the engines with the trainer first: the metric
+  `train/train_rollout_logprob_abs_diff` of the first step.
+* what `config.json` says and neither mbridge nor the flags read.
+* that engines serve the model. On a CPU they serve Mixtral, with the log-probs of transformers to 1e-5, also after a
+  push.
+* published sizes: there are no scripts, and a dry run needs the checkpoint's `config.json`.
+
+MTP layers, vision towers and models whose code comes with the checkpoint are not taken. LoRA adapters are trained, and
+pushed as merged weights.
+
+mbridge is also a second opinion of the maps above: `tests/integration/test_mbridge.py` compares those of eight
+`model_type`s with its bridges, names and numbers, for one and two tensor-parallel ranks.
+
 ## Scripts
 
 Parameters are those of the language model alone, without MTP layers. The variables are set

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path, PurePath
 from typing import Any
 
+from slime.models.bridges import bridged_settings
+
 FILE = Path(__file__).with_name("facts.yaml")
 # A checkpoint in another number format has the same architecture.
 _FORMAT = re.compile(r"[-_.](fp8|fp4|nvfp4|mxfp4|mxfp8|bf16|fp16|int4|int8|awq|gptq)$", re.IGNORECASE)
@@ -114,10 +116,10 @@ def trained_families() -> list[str]:
 
 
 def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The ``megatron`` section of the family of ``config``; None for a family that is not in the table."""
+    """The ``megatron`` section of the family of ``config``: the table's, else that of mbridge; None without one."""
     name = str(config.get("model_type"))
     entry = families().get(name) or families().get(name + "_text")
-    return dict(entry["megatron"]) if entry else None
+    return dict(entry["megatron"]) if entry else bridged_settings(config).get("megatron")
 
 
 def defaults_of(model_type: object) -> dict[str, Any]:

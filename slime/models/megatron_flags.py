@@ -334,6 +334,11 @@ def _notes(config: Config, family: Config | None) -> Iterator[str]:
         )
     else:
         yield from _layer_notes(config)
+        if "bridge" in family:
+            yield (
+                f"the family {name} is described by {family['bridge']} of mbridge; docs/en/reference/models.md says "
+                "what of it is not checked"
+            )
     scaling = hf_fields.rope_scaling(config)
     if scaling is None:
         return

@@ -11,6 +11,7 @@ import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.servers.engine_client import EngineClient
+from tests.support.breadth import few
 from tests.support.engines import Reference, engine_args, output_log_probs
 from tests.support.model_families import SIZES, language_model, make_checkpoint
 
@@ -20,11 +21,12 @@ PROMPTS = [[(7 * i + 11 * k) % SIZES["vocab_size"] for k in range(length)] for i
 LATENT = ("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite")
 GEMMA = ("gemma3", "gemma4")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-TOLERANCE = {**dict.fromkeys((*LATENT, "minimax_m2", *GEMMA), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5)}
-"""Tiny delta nets multiply the rounding of their states: transformers with its cache and without differs by 2e-5."""
+TOLERANCE = {**dict.fromkeys((*LATENT, "minimax_m2", "mixtral", *GEMMA), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5)}
+"""Tiny delta nets multiply the rounding of their states: transformers with its cache and without differs by 2e-5.
+Mixtral's engine answers on every change in test_mbridge.py."""
 
 
-@pytest.mark.parametrize("family", TOLERANCE)
+@pytest.mark.parametrize("family", few(TOLERANCE, TOLERANCE.keys() - {"mixtral"}))
 def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Before and after a push; the second turn of every conversation finds the first in the engine's cache."""
     old, new = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (11, 12))

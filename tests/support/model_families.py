@@ -120,6 +120,7 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4-whole": Tiny(  # with a key head for two tensor-parallel ranks
         "gemma4_text", {**GEMMA4, "num_global_key_value_heads": 1}, {}, ("model.vision_tower.norm.weight",), "gemma4"
     ),
+    "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # by mbridge
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
     "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL),
     "qwen3_5_moe": Tiny("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}, INTERVAL),
@@ -267,7 +268,7 @@ def _interleave_indexers(model: torch.nn.Module) -> None:
 def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Take the experts apart that transformers stacks when it loads them."""
     names = ("gate_proj", "up_proj", "down_proj")
-    if model_type == "minimax_m2":
+    if model_type in ("minimax_m2", "mixtral"):
         names = ("w1", "w3", "w2")
         gradients = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in gradients.items()}
     found = {}

@@ -17,6 +17,7 @@ from slime.arguments.placement import models_of
 from slime.arguments.rules import mtp
 from slime.arguments.rules.sglang import as_flags
 from slime.models import hf_fields
+from slime.models.bridges import bridged_families, bridged_settings
 from slime.models.facts import family_of, known_model, trained_families
 from slime.models.layer_attention import layer_attention, not_built
 from slime.models.megatron_flags import Description, ModelFlag, describe, pattern, plain
@@ -26,7 +27,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How the names of transformers' classes end that have an output layer over the vocabulary."""
 
-NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe")
+NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe", "mixtral")
 """Model types that SGLang 0.5 gives a separate ``lm_head`` for every value of ``tie_word_embeddings``."""
 
 
@@ -76,11 +77,7 @@ def check_trained(args: Args) -> None:
     classes = [str(one) for one in config.get("architectures") or ()]
     problem = None
     if family_is_unknown({**config, "model_type": family}):
-        problem = (
-            f"model_type {family or 'missing'}, which slime does not train; it trains "
-            f"{', '.join(trained_families())}. Give --model-name where its layers and tensor names are those of one of "
-            "them; docs/en/developer_guide/add_a_model_family.md says how a family is added"
-        )
+        problem = _unknown_family(config, family or "missing", classes)
     elif classes and not any(one.endswith(GENERATES) for one in classes):
         problem = (
             f"architectures {', '.join(classes)}, and slime trains models that generate text (whose class ends in "
@@ -93,6 +90,18 @@ def check_trained(args: Args) -> None:
     if not args.dry_run:
         raise ArgumentError(f"{name} has {problem}")
     args.not_available.append(f"{name} has {problem}")
+
+
+def _unknown_family(config: dict[str, Any], family: str, classes: list[str]) -> str:
+    reason = bridged_settings(config).get("problem")
+    trained = sorted({*trained_families(), *bridged_families()} - ({family} if reason else set()))
+    more = "" if bridged_families() else ", and further ones where the package mbridge is installed"
+    return (
+        f"model_type {family}, which slime does not train (architectures {', '.join(classes) or 'missing'})"
+        f"{'; ' if reason else ''}{reason or ''}; it trains {', '.join(trained)}{more}. Give --model-name where its "
+        "layers and tensor names are those of one of them; docs/en/developer_guide/add_a_model_family.md says how a "
+        "family is added"
+    )
 
 
 def config_of(args: Args) -> tuple[dict[str, Any], str] | None:

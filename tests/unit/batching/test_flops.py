@@ -87,7 +87,9 @@ def recurrence(shape: ModelShape) -> int:
     return sum(kind.linear for kind in shape.kinds) * (convolution + delta_rule)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "mixtral" else ()) for name in ALL]
+)  # mbridge, which is asked about Mixtral, takes seconds to import
 def test_every_family_against_the_counter(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter takes scores of masked positions for work too, hence the quadratic term twice, and no window."""
     tiny = ALL[name]

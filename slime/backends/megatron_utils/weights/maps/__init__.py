@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5, vision
+from slime.backends.megatron_utils.weights.maps.bridged import bridged_family
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
+from slime.models.bridges import bridged_families
 
 __all__ = ["FAMILIES", "Family", "Rule", "family_of"]
 
@@ -34,13 +36,17 @@ FAMILIES: tuple[Family, ...] = (
 def family_of(model_type: str) -> Family:
     """Return the family of a ``model_type``, written with or without ``_`` and ``-``.
 
-    Raises ValueError for another one, listing those there are.
+    One without a map here is looked for in mbridge, where that is installed. Raises ValueError for another one, listing
+    those there are.
     """
     wanted = _squashed(model_type)
     for family in FAMILIES:
         if any(_squashed(name) == wanted for name in family.model_types):
             return family
-    known = sorted(name for family in FAMILIES for name in family.model_types)
+    for name in bridged_families():
+        if _squashed(name) == wanted:
+            return bridged_family(name)
+    known = sorted({*bridged_families(), *(name for family in FAMILIES for name in family.model_types)})
     raise ValueError(f"no weight map for model_type {model_type!r}; there are maps for {known}")
 
 
