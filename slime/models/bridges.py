@@ -15,6 +15,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 DESCRIBE = "slime.backends.megatron_utils.model.from_mbridge"
 """The module that asks mbridge. It imports megatron-core, which takes seconds, and is run in another process."""
+DEADLINE_S = 600.0
 _REGISTERED = re.compile(r"@register_model\(([^)]*)\)")
 _NAME = re.compile(r"""["']([\w-]+)["']""")
 
@@ -47,9 +48,11 @@ def bridged_settings(config: dict[str, Any]) -> dict[str, Any]:
 def _asked(config: str) -> dict[str, Any]:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, "-m", DESCRIBE]
-    done = subprocess.run(
-        command, input=config, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
+    env = {**os.environ, "PYTHONPATH": path}
+    try:
+        done = subprocess.run(command, input=config, capture_output=True, text=True, env=env, timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"mbridge has not described it within {DEADLINE_S:.0f} s"}
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         return {"problem": f"mbridge cannot describe it: {last}"}

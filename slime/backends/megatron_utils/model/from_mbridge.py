@@ -11,9 +11,9 @@ import inspect
 import json
 import re
 import sys
-from argparse import Namespace
 from typing import Any
 
+from slime.arguments.args import Args
 from slime.arguments.command_line import flags_by_option
 from slime.arguments.rules.model_defaults import fill
 from slime.backends.megatron_utils.model.provider import rope_settings, transformer_config_from_args
@@ -75,14 +75,14 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     return section
 
 
-def _args(config: dict[str, Any], section: dict[str, Any]) -> Any:
+def _args(config: dict[str, Any], section: dict[str, Any]) -> Args:
     """Return the arguments of a run of which the checkpoint's flags are all that is given."""
-    args = Namespace(**{flag.dest: flag.default for flag in flags_by_option().values()})
-    fill(args, {**config, "megatron": section}, ())  # type: ignore[arg-type]
+    args = Args(**{flag.dest: flag.default for flag in flags_by_option().values()})
+    fill(args, {**config, "megatron": section}, ())
     return args
 
 
-def _differences(args: Any, wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(args: Args, wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return (value by the flags, value of mbridge) of the fields that make another model."""
     built = transformer_config_from_args(args)
     found = {}
@@ -96,13 +96,13 @@ def _differences(args: Any, wanted: dict[str, Any]) -> dict[str, tuple[Any, Any]
     return found
 
 
-def _in_one_form(name: str, value: Any, args: Any) -> Any:
+def _in_one_form(name: str, value: Any, args: Args) -> Any:
     if name == "moe_layer_freq" and value == 1:
         return [1] * args.num_layers
     return value or None if name.startswith("moe_shared_expert") else value
 
 
-def _check_ends(args: Any, bridge: Any) -> None:
+def _check_ends(args: Args, bridge: Any) -> None:
     """Compare embedding, positions and output layer, which are arguments of GPTModel."""
     from megatron.core.models.gpt import GPTModel
 
