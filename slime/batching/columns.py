@@ -7,8 +7,8 @@ Per-token fields are one contiguous array each plus offsets, numbers per sample 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, SupportsInt
 
 import numpy as np
@@ -171,6 +171,14 @@ class RolloutShard:
 
     def __len__(self) -> int:
         return len(self.batch)
+
+    def with_values(self, convert: Callable[[Any], Any]) -> RolloutShard:
+        """Return this shard with the values of its per-token fields replaced by ``convert`` of them.
+
+        A transport of tensors takes them as such, and they are arrays again behind it. No memory is copied.
+        """
+        ragged = {key: replace(column, values=convert(column.values)) for key, column in self.batch.ragged.items()}
+        return replace(self, batch=replace(self.batch, ragged=ragged))
 
     def to_rollout_data(self, device: torch.device | str = "cpu") -> dict[str, Any]:
         """Return ``to_tensors`` with lists of tensors, one per sample, for columns: the form that hooks know."""

@@ -39,6 +39,7 @@ from slime.ray import directories
 from slime.utils.process_guard import GUARD_TAG, KEEP_ENVIRON, RUN_TAG, Janitor, start_janitor
 from slime.utils.run_state import record
 from slime.utils.secrets import PASSED, public_environment
+from slime.weights.p2p.agents import UCX_ON_LOOPBACK, UCX_OVER_TCP
 
 logger = logging.getLogger(__name__)
 
@@ -153,6 +154,16 @@ class Cluster:
             env["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
         return {"env_vars": {**env, **(extra or {})}}
 
+    def tensor_transport(self, args: Args, extra: dict[str, str] | None = None) -> dict[str, Any]:
+        """Return Ray actor options of processes that send or receive train data: their environment with ``extra``,
+        and what ``--rollout-data-transport nixl`` needs."""
+        if args.rollout_data_transport == "object-store":
+            return {"runtime_env": self.environment(extra)}
+        without_gpu = UCX_OVER_TCP if self.device_type == "cpu" else {}
+        loopback = UCX_ON_LOOPBACK if self.device_type == "cpu" and spans_one_host() else {}
+        env = {**without_gpu, **loopback, **(extra or {})}
+        return {"runtime_env": self.environment(env), "enable_tensor_transport": True}
+
     def watch_nodes(self, node_ids: list[str]) -> None:
         """Put a janitor on every other node of the run.
 
@@ -203,6 +214,11 @@ _forks: subprocess.Popen[bytes] | None = None
 def is_connected() -> bool:
     """Return whether ``connect`` has succeeded and ``shutdown`` has not been called since."""
     return _current is not None
+
+
+def spans_one_host() -> bool:
+    """True when the Ray cluster is one host: servers then listen on loopback."""
+    return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
 
 
 def current() -> Cluster:

@@ -66,7 +66,7 @@ def test_a_good_page_has_no_mistake(tmp_path):
             "--sglang-mem-frac",
         ),
         ("```bash\npython train.py --rollout-batch-size many\n```", 2, "expected an integer"),
-        ("```bash\npython train.py --rollout-data-transport nixl\n```", 2, "not available yet"),
+        ("```bash\npython train.py --moe-token-drop-policy position\n```", 2, "not available yet"),
         ("```bash\nray job submit -- python3 train.py --colocated\n```", 2, "did you mean --colocate"),
         ("```bash\npython -m tools.no_such_tool\n```", 2, "no module tools.no_such_tool"),
         ("```bash\npython -m slime.arguments --colocated\n```", 2, "did you mean --colocate"),

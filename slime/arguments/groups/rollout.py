@@ -182,7 +182,10 @@ class Rollout(ArgumentGroup):
         hook=Contract("fn(args, rollout_id, rollout_data)", 3, caller="trainer"),
     )
     rollout_data_transport: Literal["object-store", "nixl"] = flag(
-        "object-store", "how train data travels from the rollout manager to the trainers", not_yet=("nixl",)
+        "object-store",
+        "how train data travels from the rollout manager to the trainers: through Ray's object store, or by NIXL from "
+        "its memory to theirs",
+        silenced_by=("no trainer",),
     )
     rollout_sample_filter_path: DottedPath | None = flag(
         None,

@@ -19,6 +19,11 @@ def check(args: Args) -> None:
         raise ArgumentError(
             "--update-weight-transport disk needs --update-weight-disk-dir, a directory that trainers and engines share"
         )
+    if args.rollout_data_transport == "nixl" and not args.debug_rollout_only and find_spec("nixl") is None:
+        raise ArgumentError(
+            f"--rollout-data-transport nixl needs the package nixl, which is not installed: pip install "
+            f"{PACKAGES['nixl']}, or leave it out"
+        )
     if args.update_weight_transport == "p2p":
         _check_p2p(args)
     if args.update_weight_mode == "delta":

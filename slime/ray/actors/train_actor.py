@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
 
 from slime.arguments.args import Args
@@ -26,6 +27,7 @@ from slime.utils.network import MEETING_FILE, get_current_node_ip, get_free_port
 
 if TYPE_CHECKING:
     from slime.backends.megatron_utils.train.trainer import MegatronTrainer
+    from slime.batching.columns import RolloutShard
     from slime.batching.log_prob_requests import LogProbReply, LogProbShard
 
 logger = logging.getLogger(__name__)
@@ -123,7 +125,9 @@ class TrainRayActor:
     ) -> dict[str, Any] | None:
         """Train on this rank's shard (``shards`` are boxed references, one per data-parallel rank)."""
         self._next_rollout = rollout_id + 1
-        shard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
+        shard: RolloutShard = ray.get(shards[self.trainer.parallel_config["dp_rank"]].inner)
+        if self.args.rollout_data_transport == "nixl":
+            shard = shard.with_values(np.asarray)
         with self._onloaded():
             return self.trainer.train(rollout_id, shard, external_data=external_data)
 

@@ -42,11 +42,11 @@ from slime.batching.log_prob_requests import LogProbReply, LogProbRequest, shard
 from slime.observability import run_dir
 from slime.observability.progress import Starting
 from slime.ray import cluster, directories, space
+from slime.ray.cluster import spans_one_host
 from slime.ray.driver.placement_group import create_placement_groups
 from slime.ray.driver.program import Terminated, handle_sigterm, run_as_program
 from slime.ray.driver.serving import hand_over_key
 from slime.ray.driver.train_group import RayTrainGroup
-from slime.ray.manager.engines.fleet import spans_one_host
 from slime.servers.auth import bearer_token, ensure_api_key, is_key
 from slime.servers.bounded_site import RUNNER_OPTIONS, BoundedSite, Handler
 from slime.servers.request_checks import RequestError, browser_guard, read_json

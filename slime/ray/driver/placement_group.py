@@ -91,7 +91,7 @@ def create_rollout_manager(args: Args, pg: Slots, wandb_run_id: str | None = Non
         ray.remote(RolloutManager)
         .options(
             max_concurrency=MANAGER_THREADS,
-            runtime_env=here.environment(),
+            **here.tensor_transport(args),
             **here.whole_cpu(),
             **here.name_manager(Path(args.run_dir)),
         )

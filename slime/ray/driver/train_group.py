@@ -97,7 +97,7 @@ class RayTrainGroup:
             ray.remote(TrainRayActor)
             .options(
                 scheduling_strategy=cluster.on_slot(pg, bundles[rank]),
-                runtime_env=here.environment(self._environment()),
+                **here.tensor_transport(self.args, self._environment()),
                 **here.share_of_slot(self._share),
             )
             .remote(resume_args(self.args, self._saved), self.role, rank, self.world_size, share_all_cores)

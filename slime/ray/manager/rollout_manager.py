@@ -15,6 +15,7 @@ import ray
 
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.checkpoints.directory import check_rollout_files
+from slime.batching.columns import RolloutShard
 from slime.observability import tracking
 from slime.observability.logging_utils import log
 from slime.observability.samples import write as write_samples
@@ -132,9 +133,19 @@ class RolloutManager:
             self._report(rollout_id, samples, metrics, seconds)
             boxes = None
             if not self.args.debug_rollout_only:
-                boxes = [Box(ray.put(shard)) for shard in self.converter.shards(samples)]
+                boxes = [Box(self._put(shard)) for shard in self.converter.shards(samples)]
             self._snapshot(rollout_id)
             return boxes
+
+    def _put(self, shard: RolloutShard) -> ray.ObjectRef:
+        """Put the train data of a data-parallel rank where its trainers ``ray.get`` it."""
+        if self.args.rollout_data_transport == "object-store":
+            return ray.put(shard)
+        import torch  # managers of the other transport start without it
+
+        # NIXL takes no memory of no size.
+        tensors = shard.with_values(lambda values: torch.from_numpy(values) if values.size else values)
+        return ray.put(tensors, _tensor_transport="nixl")
 
     @reports_errors
     def eval(self, rollout_id: int) -> list[str]:

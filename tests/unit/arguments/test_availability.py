@@ -37,7 +37,7 @@ def test_the_table_can_be_read(flags):
     table = [line for line in lines if "not available yet" in line]
     print("\n".join(["", *table]))
     assert len(table) == sum(bool(not is_available(f) or refused_values(f)) for f in flags if not f.traits.inert)
-    assert any(line.split() == ["--rollout-data-transport", "not", "available", "yet:", "nixl"] for line in table)
+    assert any(line.split() == ["--moe-token-drop-policy", "not", "available", "yet:", "position"] for line in table)
 
 
 def test_every_unavailable_flag_is_refused_by_name(flags):

@@ -144,9 +144,9 @@ def test_how_a_flag_is_written(flags, option, written):
 
 
 def test_help_says_what_is_not_available(flags):
-    assert "not available yet: nixl" in help_text(flags, "rollout-data-transport")
-    assert "status     not available yet: nixl; --dry-run checks it all the same" in help_text(
-        flags, "--rollout-data-transport", 100
+    assert "not available yet: position" in help_text(flags, "moe-token-drop-policy")
+    assert "status     not available yet: position; --dry-run checks it all the same" in help_text(
+        flags, "--moe-token-drop-policy", 100
     )
     assert "status     without effect: set the environment variables" in help_text(flags, "--http-proxy", 100)
 

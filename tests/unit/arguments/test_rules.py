@@ -223,6 +223,13 @@ def test_attributes_that_plugins_read_are_there():
         assert missing == (["data_parallel_size"] if "--debug-rollout-only" in flags else []), flags
 
 
+def test_nixl_is_asked_for_where_train_data_travel_by_it(monkeypatch):
+    monkeypatch.setattr("slime.arguments.rules.weight_sync.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--rollout-data-transport nixl needs the package nixl, .* pip install nixl"):
+        parse("--rollout-data-transport", "nixl")
+    assert parse().rollout_data_transport == "object-store"
+
+
 def test_a_run_leaves_the_settings_of_the_log_prob_server_alone(monkeypatch, capsys):
     """Clusters set names like TEACHER_PORT for purposes of their own."""
     monkeypatch.setenv("TEACHER_PORT", "tcp://10.0.0.1:80")

@@ -129,6 +129,17 @@ def test_stored_bytes_are_4_per_token_and_5_per_response_token_and_little_per_sa
     assert beyond[1] < count * (100 + 20 * ranks) + 3000 * ranks
 
 
+def test_values_are_exchanged_for_those_of_a_transport_of_tensors_and_back() -> None:
+    shard = RolloutColumns.from_train_data(make_data([(9, 4), (5, 0), (7, 6)])).shards(round_robin(3, 1))[0]
+    sent = shard.with_values(torch.from_numpy)
+    assert {type(column.values) for column in sent.batch.ragged.values()} == {torch.Tensor}
+    received = sent.with_values(np.asarray)
+    for key, column in shard.batch.ragged.items():
+        assert received.batch.ragged[key].values.dtype == column.values.dtype
+        assert np.shares_memory(received.batch.ragged[key].values, column.values)
+    assert received.to_rollout_data("cpu").keys() == shard.to_rollout_data("cpu").keys()
+
+
 def test_tensors_are_writable_though_the_shard_is_not(recwarn: pytest.WarningsRecorder) -> None:
     shard, _, _ = through_shared_memory(
         RolloutColumns.from_train_data(make_data([(4, 2), (5, 3)])).shards(round_robin(2, 1))[0]

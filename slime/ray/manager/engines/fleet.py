@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import ray
-
 from slime.arguments.args import Args
 from slime.arguments.placement import EnginePlan, engines_of
 from slime.backends.sglang_utils.router import RouterProcess, RunningRouter
+from slime.ray.cluster import spans_one_host
 from slime.ray.manager.engines.engine import RayEngine
 from slime.ray.manager.engines.external import ExternalEngine, external_plans
 from slime.ray.manager.engines.health import (
@@ -348,8 +347,3 @@ class EngineFleet:
 def _counts(prefix: str, serving: Sequence[Member], lost: int, restarted: int) -> dict[str, int]:
     found = {"serving": len(serving), "lost": lost, "restarted": restarted}
     return {f"rollout/engines/{prefix}{name}": count for name, count in found.items()}
-
-
-def spans_one_host() -> bool:
-    """True when the Ray cluster is one host: servers then listen on loopback."""
-    return len({n["NodeID"] for n in ray.nodes() if n["Alive"]}) == 1
