@@ -225,7 +225,7 @@ def test_attributes_that_plugins_read_are_there():
 
 def test_nixl_is_asked_for_where_train_data_travel_by_it(monkeypatch):
     monkeypatch.setattr("slime.arguments.rules.weight_sync.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="--rollout-data-transport nixl needs the package nixl, .* pip install nixl"):
+    with pytest.raises(ValueError, match=r"--rollout-data-transport nixl needs the package nixl, .* pip install nixl"):
         parse("--rollout-data-transport", "nixl")
     assert parse().rollout_data_transport == "object-store"
 
