@@ -1,7 +1,7 @@
-r"""Drawings of rectangles on squared paper, and what is asked about them: the sides, as ``\boxed{35}``.
+r"""Drawings of rectangles, and what is asked about them: the sides, as ``\boxed{34}``, width first.
 
-The paper has 8 by 8 squares; a rectangle has sides of two to seven of them and stands anywhere, at whole and at half
-squares. Of the 2304 drawings 256 are held out.
+Sides are one to four units long. A picture has 16 by 16 cells, of which a unit is three, and the rectangle stands
+anywhere: there are 1444 drawings. Eight for each of the 16 pairs of sides are held out.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from PIL import Image, ImageDraw
 from examples.quickstart.make_data import write
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 
-PAPER, SIDES = 8, range(2, 8)
-HELD_OUT = 256
-UNIT = 4
-"""Pixels of a square: a drawing is one token of a model with patches of 16 pixels, four of which are merged."""
+SIDES, UNIT, CELLS = range(1, 5), 3, 16
+HELD_OUT = 8
 MODEL = (
     "--family", "qwen3_vl",
     "--hidden-size", "64", "--intermediate-size", "160", "--num-attention-heads", "4", "--num-key-value-heads", "2",
@@ -27,11 +25,11 @@ MODEL = (
     '"deepstack_visual_indexes": [0, 1]}',
     "--min-pixels", "1024",
 )  # fmt: skip
-"""What ``tools.tiny_model`` is told of a model that learns to read them."""
+"""What ``tools.tiny_model`` is told of a model that learns to read them: a picture of 32 by 32 pixels is one token."""
 
 
 class Drawing(NamedTuple):
-    """Sides in squares, left upper corner in half squares."""
+    """Sides in units, left upper corner in cells."""
 
     width: int
     height: int
@@ -40,42 +38,51 @@ class Drawing(NamedTuple):
 
     @property
     def sides(self) -> str:
-        """The label: width and height."""
+        """The label."""
         return f"{self.width}{self.height}"
 
 
-def drawings() -> tuple[list[Drawing], list[Drawing]]:
-    """Return those for training, and the held-out ones, which do not depend on any seed."""
-    every = [
-        Drawing(width, height, left, top)
-        for width in SIDES
-        for height in SIDES
-        for left in range(2 * (PAPER - width) + 1)
-        for top in range(2 * (PAPER - height) + 1)
-    ]
-    random.Random(20).shuffle(every)
-    return every[HELD_OUT:], every[:HELD_OUT]
+class Drawings:
+    """Drawings to draw from, which first draws sides: pairs of them are equally frequent."""
+
+    def __init__(self, by_sides: list[list[Drawing]]) -> None:
+        self.by_sides = by_sides
+
+    def draw(self, rng: random.Random) -> Drawing:
+        """Return one of them."""
+        return rng.choice(rng.choice(self.by_sides))
 
 
-def picture(*shown: Drawing, unit: int = UNIT) -> Image.Image:
-    """Return drawings beside one another, each on paper of ``8 * unit`` pixels, on a square picture."""
-    size = PAPER * unit * len(shown)
-    image = Image.new("RGB", (size, size), "white")
+def drawings() -> tuple[Drawings, list[Drawing]]:
+    """Return those for training, and the held-out ones in the order of no rule; neither depends on a seed."""
+    rng = random.Random(20)
+    train, held_out = [], []
+    for width in SIDES:
+        for height in SIDES:
+            places = [(x, y) for x in range(CELLS - UNIT * width + 1) for y in range(CELLS - UNIT * height + 1)]
+            rng.shuffle(places)
+            every = [Drawing(width, height, left, top) for left, top in places]
+            held_out += every[:HELD_OUT]
+            train.append(every[HELD_OUT:])
+    rng.shuffle(held_out)
+    return Drawings(train), held_out
+
+
+def picture(*shown: Drawing, cell: int = 2) -> Image.Image:
+    """Return drawings beside one another on a square picture; a cell has ``cell`` pixels a side."""
+    size = CELLS * cell
+    image = Image.new("RGB", (size * len(shown), size * len(shown)), "white")
     draw = ImageDraw.Draw(image)
     for number, one in enumerate(shown):
-        left, top = number * PAPER * unit + one.left * unit // 2, one.top * unit // 2
-        draw.rectangle((left, top, left + one.width * unit - 1, top + one.height * unit - 1), fill="black")
+        left, top = size * number + cell * one.left, cell * one.top
+        right, bottom = left + cell * UNIT * one.width, top + cell * UNIT * one.height
+        draw.rectangle((left, top, right - 1, bottom - 1), fill="black")
     return image
 
 
 def boxed(sides: str) -> str:
     """Return an answer as ``--rm-type math`` reads it."""
     return f"\\boxed{{{sides}}}"
-
-
-def guess(rng: random.Random) -> str:
-    """Return the sides of no drawing in particular."""
-    return f"{rng.choice(SIDES)}{rng.choice(SIDES)}"
 
 
 def row(asked: str, *pictures: Image.Image, replies: tuple[str, ...] = (), label: str | None = None) -> dict[str, Any]:

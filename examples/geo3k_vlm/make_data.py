@@ -2,9 +2,9 @@ r"""Make the data of the small version: drawings of rectangles, whose sides are 
 
 python -m examples.geo3k_vlm.make_data --out data --seed 0
 
-In four of ten conversations of ``sft.jsonl`` one of the two digits is wrong. ``train.jsonl`` and ``drawings.jsonl`` (held out) have problems and labels.
-``exchanged.jsonl`` has the held-out problems with each other's pictures: who answers without looking does not do worse
-there. ``eval.yaml`` is for ``--eval-config``.
+In half of the conversations in ``sft.jsonl`` one of the two digits is wrong. ``train.jsonl`` and ``drawings.jsonl``
+(held out) have problems and labels, ``exchanged.jsonl`` has the held-out problems with each other's pictures.
+``eval.yaml`` is for ``--eval-config``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from examples.geo3k_vlm.drawings import boxed, drawings, picture, row, write_hel
 from examples.quickstart.make_data import slip, write
 
 ASKED = "Sides?"
-SLIPS = 0.4
+SLIPS = 0.5
+TRAIN = 2000
 
 
 def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
@@ -28,12 +29,13 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
     def demonstration() -> dict[str, Any]:
-        one = rng.choice(train)
+        one = train.draw(rng)
         sides = slip(one.sides, rng) if rng.random() < SLIPS else one.sides
         return row(ASKED, picture(one), replies=(boxed(sides),))
 
     write(out / "sft.jsonl", (demonstration() for _ in range(demonstrations)))
-    write(out / "train.jsonl", (row(ASKED, picture(one), label=one.sides) for one in train))
+    problems = (train.draw(rng) for _ in range(TRAIN))
+    write(out / "train.jsonl", (row(ASKED, picture(one), label=one.sides) for one in problems))
     write_held_out(out, "drawings", [(ASKED, picture(one), one.sides) for one in held_out])
 
 

@@ -27,11 +27,12 @@ EXAMPLE = SmallExample(
         "--rollout-batch-size": "32",
         "--kl-loss-coef": "0.02",
         "--lr": "2e-4",
+        "--n-samples-per-eval-prompt": "2",
     },
     rollouts=20,
     model=MODEL,
-    sft_flags=('--multimodal-keys={"image": "images"}', "--train-vision-tower"),
-    sft_rollouts=30,
+    sft_flags=('--multimodal-keys={"image": "images"}', "--train-vision-tower", "--global-batch-size=64"),
+    sft_rollouts=10,
 )
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ problems with each other's pictures. ``eval.yaml`` is for ``--eval-config``.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from PIL import Image
+
 from examples.data_command import data_command
-from examples.geo3k_vlm.drawings import UNIT, Drawing, boxed, drawings, guess, picture, row, write_held_out
+from examples.geo3k_vlm.drawings import SIDES, Drawing, boxed, drawings, picture, row, write_held_out
 from examples.geo3k_vlm_multi_turn.pairs import look
 from examples.quickstart.make_data import write
 
@@ -40,22 +43,21 @@ class Pair(NamedTuple):
         return (self.left if self.side == "left" else self.right).sides
 
 
-def pair(among: list[Drawing], rng: random.Random) -> Pair:
-    """Return a problem with two of the drawings."""
-    left, right = rng.sample(among, 2)
-    return Pair(left, right, rng.choice(("left", "right")))
+def pair(draw: Callable[[random.Random], Drawing], rng: random.Random) -> Pair:
+    """Return a problem with two drawings."""
+    return Pair(draw(rng), draw(rng), rng.choice(("left", "right")))
 
 
-def shown(one: Pair) -> Any:
-    """Return the picture of a problem: as large as one drawing, which makes each half as large."""
-    return picture(one.left, one.right, unit=UNIT // 2)
+def shown(one: Pair) -> Image.Image:
+    """Return the picture of a problem: as large as that of one drawing, each is half as large."""
+    return picture(one.left, one.right, cell=1)
 
 
 def demonstration(one: Pair, rng: random.Random) -> dict[str, Any]:
     """Return a conversation that looks, or one that guesses."""
     image = shown(one)
     if rng.random() >= SHARE_THAT_LOOKS:
-        return row(one.asked, image, replies=(boxed(guess(rng)),))
+        return row(one.asked, image, replies=(boxed(f"{rng.choice(SIDES)}{rng.choice(SIDES)}"),))
     return row(one.asked, image, look(image, one.side), replies=(f"look {one.side}", boxed(one.label)))
 
 
@@ -64,10 +66,10 @@ def make_data(out: Path, *, seed: int, demonstrations: int) -> None:
     train, held_out = drawings()
     rng, fixed = random.Random(seed), random.Random(20)
     out.mkdir(parents=True, exist_ok=True)
-    write(out / "sft.jsonl", (demonstration(pair(train, rng), rng) for _ in range(demonstrations)))
-    problems = (pair(train, rng) for _ in range(TRAIN))
+    write(out / "sft.jsonl", (demonstration(pair(train.draw, rng), rng) for _ in range(demonstrations)))
+    problems = (pair(train.draw, rng) for _ in range(TRAIN))
     write(out / "train.jsonl", (row(one.asked, shown(one), label=one.label) for one in problems))
-    kept = [pair(held_out, fixed) for _ in held_out]
+    kept = [pair(lambda rng: rng.choice(held_out), fixed) for _ in held_out]
     write_held_out(out, "pairs", [(one.asked, shown(one), one.label) for one in kept])
 
 
