@@ -44,7 +44,7 @@ class SmallExample:
     targets: Mapping[str, float] = field(default_factory=dict)
     """What the share of right answers to a data set is to be at the end."""
     model: tuple[str, ...] = ()
-    """What ``tools.tiny_model`` is told besides the quickstart's sizes, or in their place."""
+    """What ``tools.tiny_model`` gets besides the quickstart's sizes, or in their place."""
     sft_flags: tuple[str, ...] = ()
     """Are added to those of SFT."""
     sft_rollouts: int = recipe.SFT_ROLLOUTS

@@ -2,7 +2,7 @@ r"""Make the data of the small version: drawings of rectangles, whose sides are 
 
 python -m examples.geo3k_vlm.make_data --out data --seed 0
 
-In half of the conversations in ``sft.jsonl`` one of the two digits is wrong. ``train.jsonl`` and ``drawings.jsonl``
+In four of ten conversations in ``sft.jsonl`` one of the two digits is wrong. ``train.jsonl`` and ``drawings.jsonl``
 (held out) have problems and labels, ``exchanged.jsonl`` has the held-out problems with each other's pictures.
 ``eval.yaml`` is for ``--eval-config``.
 """
@@ -18,7 +18,7 @@ from examples.geo3k_vlm.drawings import boxed, drawings, picture, row, write_hel
 from examples.quickstart.make_data import slip, write
 
 ASKED = "Sides?"
-SLIPS = 0.5
+SLIPS = 0.4
 TRAIN = 2000
 
 

@@ -25,14 +25,14 @@ EXAMPLE = SmallExample(
     replaced={
         "--rollout-max-response-len": "12",
         "--rollout-batch-size": "32",
-        "--kl-loss-coef": "0.02",
-        "--lr": "2e-4",
+        "--kl-loss-coef": "0.01",
+        "--lr": "4e-4",
         "--n-samples-per-eval-prompt": "2",
     },
     rollouts=20,
     model=MODEL,
     sft_flags=('--multimodal-keys={"image": "images"}', "--train-vision-tower", "--global-batch-size=64"),
-    sft_rollouts=10,
+    sft_rollouts=20,
 )
 
 if __name__ == "__main__":

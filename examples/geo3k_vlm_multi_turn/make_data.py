@@ -2,9 +2,9 @@
 
 python -m examples.geo3k_vlm_multi_turn.make_data --out data --seed 0
 
-Of the conversations in ``sft.jsonl`` half look at the drawing that is asked about before they answer; the others guess.
-``train.jsonl`` and ``pairs.jsonl`` (of held-out drawings) have problems and labels. ``exchanged.jsonl`` has the held-out
-problems with each other's pictures. ``eval.yaml`` is for ``--eval-config``.
+Half of the conversations in ``sft.jsonl`` look at the drawing that is asked about before they answer; the others guess.
+``train.jsonl`` and ``pairs.jsonl`` (of held-out drawings) have problems and labels. ``exchanged.jsonl`` has the
+held-out problems with each other's pictures. ``eval.yaml`` is for ``--eval-config``.
 """
 
 from __future__ import annotations
