@@ -15,6 +15,7 @@ EXAMPLE = replace(
     flags=(*ONE_TURN.flags, "--custom-config-path=examples/geo3k_vlm_multi_turn/pairs.yaml"),
     generate="examples.geo3k_vlm_multi_turn.rollout.generate",
     replaced={**ONE_TURN.replaced, "--rollout-max-response-len": "40"},
+    sft_rollouts=15,
 )
 
 if __name__ == "__main__":
