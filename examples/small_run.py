@@ -43,6 +43,10 @@ class SmallExample:
     watched: tuple[str, ...] = ()
     targets: Mapping[str, float] = field(default_factory=dict)
     """What the share of right answers to a data set is to be at the end."""
+    model: tuple[str, ...] = ()
+    """What ``tools.tiny_model`` gets besides the quickstart's sizes, or in their place."""
+    sft_flags: tuple[str, ...] = ()
+    """Are added to those of SFT."""
     sft_rollouts: int = recipe.SFT_ROLLOUTS
     """Of 1280 demonstrations each."""
     warmup_steps: int = recipe.WARMUP_STEPS
@@ -86,11 +90,12 @@ class SmallExample:
         if not paths.sft_model.exists():
             data = [f"{self.package}.make_data", "--out", str(paths.data), "--seed", str(seed)]
             data += ["--demonstrations", str(paths.sft_rollouts * recipe.SFT_BATCH)]
-            for name, command in (("model", recipe.make_model(paths, seed)), ("data", data)):
+            model = [*recipe.make_model(paths, seed), *self.model]
+            for name, command in (("model", model), ("data", data)):
                 log = logs / f"{name}.log"
                 seconds[name] = run_stage(name, ["python", "-m", *command], log, deadline_s=DEADLINES[name])
             seconds["sft"] = run_stage(
-                "SFT", ["python", recipe.SFT_SCRIPT, *recipe.sft(paths, seed)], logs / "sft.log",
+                "SFT", ["python", recipe.SFT_SCRIPT, *recipe.sft(paths, seed), *self.sft_flags], logs / "sft.log",
                 deadline_s=DEADLINES["sft"], metrics=paths.sft / "metrics.jsonl", describe=describe_sft,
             )  # fmt: skip
         flags = self.grpo(paths, seed, rollouts=rollouts, shuffled=shuffled)

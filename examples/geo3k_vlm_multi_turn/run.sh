@@ -37,10 +37,8 @@ EVAL_ARGS=(
     --eval-max-response-len 4096
 )
 
-# Linear attention takes one sample at a time, so micro-batches are not packed.
-PERF_ARGS=(
-    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
-    --micro-batch-size 1
+PERF_ARGS+=(
+    --max-tokens-per-gpu 9216
     --tensor-model-parallel-size 2 --sequence-parallel
     --expert-model-parallel-size 8 --expert-tensor-parallel-size 1
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,10 @@ FOLDER = Path(__file__).resolve().parents[2] / "examples" / "geo3k_vlm_multi_tur
 def flags(data: Path) -> list[str]:
     return [
         *minimal_flags(), "--prompt-data", str(data / "train.jsonl"), "--input-key", "messages", "--label-key", "label",
-        "--apply-chat-template", "--custom-config-path", str(FOLDER / "squares.yaml"),
+        "--apply-chat-template", "--custom-config-path", str(FOLDER / "pairs.yaml"),
         "--custom-generate-function-path", "examples.geo3k_vlm_multi_turn.rollout.generate",
-        "--custom-rm-path", "examples.geo3k_vlm_multi_turn.squares.reward",
-        "--eval-prompt-data", "squares", str(data / "squares.jsonl"), "--eval-interval", "1",
+        "--rm-type", "math",
+        "--eval-prompt-data", "pairs", str(data / "pairs.jsonl"), "--eval-interval", "1",
         "--num-rollout", "2", "--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--global-batch-size", "16",
         "--rollout-max-response-len", "120", "--rollout-temperature", "1",
     ]  # fmt: skip
@@ -47,15 +48,18 @@ def test_two_rollouts_and_an_evaluation(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "load_tokenizer", lambda *a, **k: VisionTokenizer(), raising=False)
         monkeypatch.setattr(module, "load_processor", lambda *a, **k: Processor(), raising=False)
     SingletonMeta.clear_instances()
-    make_data(tmp_path, seed=1)
-    held_out = tmp_path / "squares.jsonl"
-    held_out.write_text("".join(held_out.read_text().splitlines(keepends=True)[:16]))
+    make_data(tmp_path, seed=1, demonstrations=1)
+    for name, number in (("train", None), ("pairs", 16)):
+        rows = map(json.loads, (tmp_path / f"{name}.jsonl").read_text().splitlines()[:number])
+        # of one answer for all, which the stand-in does not see either
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "label": "11"}) + "\n" for row in rows))
     coin = random.Random(1)
 
     def reply(input_ids: list[int], params: dict[str, Any]) -> list[int]:
         turns = turns_of("".join(map(chr, input_ids)))
         look = len(turns) == 2 and coin.random() < 0.6
-        return [ord(c) for c in (coin.choice(("look left", "look right")) if look else str(coin.randint(0, 4))) + END]
+        said = coin.choice(("look left", "look right") if look else ("\\boxed{11}", "\\boxed{12}"))
+        return [ord(c) for c in said + END]
 
     with StandInCluster(1, reply=reply) as cluster:
         args = parse_args(flags(tmp_path))
@@ -77,7 +81,7 @@ def test_two_rollouts_and_an_evaluation(tmp_path, monkeypatch):
             run(http_utils._http_client.close())
             SingletonMeta.clear_instances()
         asked = cluster.engines[0].requests
-    assert 0 < sum(found.data["squares"]["rewards"]) < 16
+    assert 0 < sum(found.data["pairs"]["rewards"]) < 16
     assert {len(request["image_data"]) for request in asked} == {1, 2}
     assert all(request["input_ids"].count(ord(PAD)) == len(request["image_data"]) for request in asked)
 
@@ -106,7 +110,7 @@ def check(shards: list[dict[str, Any]]) -> None:
 
 
 def test_the_files_of_settings_name_environments():
-    for name in ("geo3k.yaml", "squares.yaml"):
+    for name in ("geo3k.yaml", "pairs.yaml"):
         settings = yaml.safe_load((FOLDER / name).read_text())
         assert settings["max_turns"] > 1
         assert callable(load_function(settings["rollout_interaction_env_path"] + ".build_env"))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from slime.utils.misc import load_function
-from tests.support.example_results import check_result
+from tests.support.example_results import check_exchanged, check_result
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = [
     "adaptive_environments", "coding_agent_rl", "delta_weight_sync", "eval_multi_task", "multi_agent", "retool",
     "search_r1", "tournament", "tau_bench", "agentflow", "memagent", "openai_agents", "tool_orchestra",
-    "strands_sglang",
+    "strands_sglang", "geo3k_vlm", "geo3k_vlm_multi_turn",
 ]  # fmt: skip
 
 
@@ -50,6 +50,8 @@ def test_the_reward_teaches_and_shuffled_rewards_do_not(name, tmp_path, capsys):
             print(f"\n{name}: shuffled={one['shuffled']} {one['before']} -> {one['after']} in {one['seconds']}")
     for data_set in load_function(f"examples.{name}.run.EXAMPLE").data_sets:
         check_result(learned, control, data_set)
+    if "exchanged" in learned["after"]:
+        check_exchanged(learned)
     if name == "adaptive_environments":
         for environment in learned["before"]:
             levels = metric(learned["run_dir"], f"rollout/environment/{environment}/difficulty")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from examples.agentflow.run import EXAMPLE as AGENTFLOW
 from examples.coding_agent_rl.run import EXAMPLE as CODING
 from examples.delta_weight_sync.run import EXAMPLE as DELTA
 from examples.eval_multi_task.run import EXAMPLE as MULTI_TASK
+from examples.geo3k_vlm.run import EXAMPLE as GEO3K
+from examples.geo3k_vlm_multi_turn.run import EXAMPLE as GEO3K_TURNS
 from examples.memagent.run import EXAMPLE as MEMAGENT
 from examples.multi_agent.run import EXAMPLE as MULTI_AGENT
 from examples.openai_agents.run import EXAMPLE as OPENAI_AGENTS
@@ -28,6 +31,7 @@ from slime.arguments.files.environments import environments_of
 from slime.utils.misc import load_function
 from tests.support.arguments import CONFIG
 from tests.support.strands_stub import ensure_strands
+from tools import tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[3]
     "example",
     [
         ADAPTIVE, CODING, DELTA, MULTI_AGENT, MULTI_TASK, RETOOL, SEARCH, TOURNAMENT, TAU_BENCH, AGENTFLOW, MEMAGENT,
-        OPENAI_AGENTS, TOOL_ORCHESTRA, STRANDS,
+        OPENAI_AGENTS, TOOL_ORCHESTRA, STRANDS, GEO3K, GEO3K_TURNS,
     ],
 )  # fmt: skip
 def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
@@ -47,6 +51,9 @@ def test_the_command_line_of_grpo_is_accepted(example, tmp_path, monkeypatch):
     paths = Paths(tmp_path)
     paths.sft_model.mkdir(parents=True)
     (paths.sft_model / "config.json").write_text(json.dumps(CONFIG))
+    if example.model:
+        monkeypatch.setattr(sys, "argv", ["tiny_model", "--out", str(paths.sft_model), *example.model])
+        tiny_model.main()
     paths.data.mkdir()
     module = load_function(f"{example.package}.make_data.make_data")
     module(paths.data, seed=1, demonstrations=50)
