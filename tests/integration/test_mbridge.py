@@ -1,6 +1,7 @@
 """mbridge: a second opinion of our weight maps and model flags, and runs of a family that only it has.
 
-Mixtral is that family; ``test_model_families.py`` compares it with transformers in every layout.
+Mixtral is that family; on every change ``test_model_families.py`` compares it with transformers in every layout. Whole
+runs of it are in soak.
 """
 
 from __future__ import annotations
@@ -268,6 +269,7 @@ def run(checkpoint: Path, folder: Path, name: str, *flags: str) -> Finished:
     return done
 
 
+@pytest.mark.soak
 def test_trainer_and_engine_agree(mixtral: Path, tmp_path: Path) -> None:
     """The second rollout is made with weights that the trainer has pushed."""
     done = run(mixtral, tmp_path, "run", "--num-rollout", "2")
