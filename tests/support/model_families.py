@@ -99,12 +99,14 @@ FAMILIES: dict[str, Tiny] = {
         {"model_type": "kimi_k2", **PUBLISHED},
     ),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENT, **SIGMOID}),
-    "deepseek_v32": Tiny("deepseek_v32", {**LATENT, **SIGMOID, **SPARSE, "num_experts": 4, "rope_parameters": YARN}),
-    "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True}),
+    "deepseek_v32": Tiny(
+        "deepseek_v32", {**LATENT, **SIGMOID, **SPARSE, "num_experts": 4, "rope_parameters": YARN}, PUBLISHED
+    ),
+    "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True, **PUBLISHED}),
     "glm5.2": Tiny(  # every second layer uses the selection of the one before it
         "glm_moe_dsa",
         {**LATENT, **SIGMOID, **SPARSE, "num_hidden_layers": 8, "index_topk_freq": 2, "index_skip_topk_offset": 1},
-        {"indexer_rope_interleave": True},
+        {"indexer_rope_interleave": True, **PUBLISHED},
     ),
     "glm4_moe": Tiny(
         "glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "rope_parameters": PARTIAL_ROPE}
