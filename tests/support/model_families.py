@@ -36,7 +36,7 @@ SIGMOID = {
 PUBLISHED: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 INTERVAL = {"full_attention_interval": 2}
 """Both: what SGLang reads in the published configs of these architectures, and transformers does not write."""
-SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}  # with few heads many scores are 0, which tie
+SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}  # of 8 heads 1 score in 256 is 0: these tie
 HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     **INTERVAL, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},

@@ -83,11 +83,10 @@ def choose(
     """
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
 
-    rotated, topk = indexer.rope_head_dim, indexer.index_topk
+    topk, rotation = indexer.index_topk, indexer.rotary_emb.cos_sin_cache[positions].float().unsqueeze(1)
     query = indexer.wq_b(q_lora)[0].float().unflatten(-1, (indexer.n_heads, indexer.head_dim))
     key = indexer.k_norm(indexer.wk(x)[0].float()).unsqueeze(1)
-    parts = indexer.rotary_emb(positions, query[..., :rotated], key[..., :rotated])
-    query, key = (torch.cat([part, whole[..., rotated:]], -1) for part, whole in zip(parts, (query, key), strict=True))
+    query, key = (rotate(x, rotation, indexer.rotary_emb.is_neox_style) for x in (query, key))
     weight = F.linear(x.float(), indexer.weights_proj.weight.float()) * (indexer.n_heads * indexer.head_dim) ** -0.5
     if indexer.keys is None:
         indexer.keys = key.new_zeros(len(get_token_to_kv_pool().get_key_buffer(layer_id)), indexer.head_dim)
@@ -104,6 +103,18 @@ def choose(
             best = scores.topk(min(topk, len(slots)))
             chosen[part, : best.indices.shape[1]] = best.indices.masked_fill(best.values.isneginf(), -1)
     return chosen
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor, halves: bool) -> torch.Tensor:
+    """Rotate the first numbers of heads, as the trainer does: their order afterwards is that of both queries and keys.
+
+    ``x`` [tokens, heads, dim]; ``rotation`` [tokens, 1, rotated]: cosines, then sines. SGLang's own function adds a
+    dimension where YaRN rotates numbers half of the rotated part apart (``halves``).
+    """
+    cos, sin = rotation.chunk(2, -1)
+    part, rest = x.split([rotation.shape[-1], x.shape[-1] - rotation.shape[-1]], -1)
+    first, second = part.chunk(2, -1) if halves else (part[..., 0::2], part[..., 1::2])
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
 def attend(
