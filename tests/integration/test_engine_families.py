@@ -22,12 +22,14 @@ LATENT = ("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite")
 SPARSE = ("deepseek_v32", "glm5", "glm5.2")
 GEMMA = ("gemma3", "gemma4")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-TOLERANCE = {**dict.fromkeys((*LATENT, *SPARSE, "minimax_m2", "mixtral", *GEMMA), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5)}
+TOLERANCE = {
+    **dict.fromkeys((*LATENT, *SPARSE, "minimax_m2", "mixtral", *GEMMA), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5),
+}  # fmt: skip
 """Tiny delta nets multiply the rounding of their states: transformers with its cache and without differs by 2e-5.
-Mixtral's engine answers on every change in test_mbridge.py."""
+Mixtral's engine answers on every change in test_mbridge.py; GLM-5's layers are among those of GLM-5.2."""
 
 
-@pytest.mark.parametrize("family", few(TOLERANCE, TOLERANCE.keys() - {"mixtral"}))
+@pytest.mark.parametrize("family", few(TOLERANCE, TOLERANCE.keys() - {"mixtral", "glm5"}))
 def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Before and after a push; the second turn of every conversation finds the first in the engine's cache."""
     old, new = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (11, 12))

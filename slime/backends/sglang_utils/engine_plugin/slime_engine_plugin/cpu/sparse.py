@@ -1,8 +1,9 @@
 """Sparse attention (DeepSeek-V3.2, GLM-5) on a CPU: latent attention to the keys that an indexer chooses.
 
-SGLang computes both with CUDA kernels, over a pool that holds the keys of the indexers too, and sets its arguments by the
-GPU that it finds. Here all of it but the attention layers takes the model for one with dense latent attention. A layer
-builds SGLang's indexer, which keeps its keys by slot of the KV pool: those of a cached prefix are where its latents are.
+SGLang computes both with CUDA kernels, over a pool that holds the keys of the indexers too, and sets its arguments by
+the GPU that it finds. Here all of it but the attention layers takes the model for one with dense latent attention.
+A layer builds SGLang's indexer, which keeps its keys by slot of the KV pool, where the latents of a cached prefix are
+found too.
 """
 
 from __future__ import annotations
@@ -34,12 +35,15 @@ SCORES = 2**26
 
 
 def is_sparse(original: Callable[[Any], bool], config: Any) -> bool:
-    """Around ``is_deepseek_dsa``: attention layers alone are told so."""
+    """Around ``is_deepseek_dsa``: True for attention layers alone, while they are built."""
     return _BUILDING.get() and original(config)
 
 
 def with_indexer(original: Callable[..., None], attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
-    """Around ``DeepseekV2AttentionMLA.__init__``: build the indexer. Raises ValueError where its keys would be missing."""
+    """Around ``DeepseekV2AttentionMLA.__init__``: build the indexer.
+
+    Raises ValueError where keys or selections would not be carried, or several tokens of a request be decoded at once.
+    """
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
     token = _BUILDING.set(True)
@@ -50,20 +54,19 @@ def with_indexer(original: Callable[..., None], attention: DeepseekV2AttentionML
     if not attention.use_dsa:
         return
     server = get_server_args()
-    missing = {
+    unserved = {
         "--disaggregation-mode": server.disaggregation_mode != "null",
         "--enable-hierarchical-cache": server.enable_hierarchical_cache,
         "--speculative-algorithm": server.speculative_algorithm is not None,
-        "--pp-size with layers that share selections": attention.skip_topk and get_parallel().pp_size > 1,
+        "--pp-size and layers that share selections": attention.skip_topk and get_parallel().pp_size > 1,
     }
-    if any(missing.values()):
-        names = ", ".join(name for name, is_given in missing.items() if is_given)
-        raise ValueError(f"sparse attention on a CPU goes without {names}: leave it out")
+    if given := [name for name, is_given in unserved.items() if is_given]:
+        raise ValueError(f"sparse attention is not served on a CPU with {', '.join(given)}; leave out the option")
 
 
 def in_the_models_dtype(result: None, indexer: Indexer, *args: Any, **kwargs: Any) -> None:
-    """After ``Indexer.__init__``: head weights have the type of the other weights, not bf16; there are no keys yet."""
-    indexer.weights_proj.to(indexer.wk.weight.dtype)
+    """After ``Indexer.__init__``: head weights have the model's type, not bf16; there are no keys yet."""
+    indexer.weights_proj.to(torch.get_default_dtype())
     indexer.keys = None
 
 
@@ -143,8 +146,8 @@ def attend(
         seen = torch.zeros(len(rows), len(slots) + 1, dtype=torch.bool)
         seen.scatter_(1, topk_indices[rows] % (len(slots) + 1), True)
         key, value = (
-            buffer(layer.layer_id)[slots].to(q.dtype).transpose(0, 1)
-            for buffer in (pool.get_key_buffer, pool.get_value_buffer)
+            buffer[slots].to(q.dtype).transpose(0, 1)
+            for buffer in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
         )
         output[rows] = F.scaled_dot_product_attention(
             query[None, :, rows], key[None], value[None], attn_mask=seen[:, :-1], scale=layer.scaling, enable_gqa=True
