@@ -49,6 +49,7 @@ def server() -> SimpleNamespace:
 @pytest.fixture
 def sparse(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     fakes = {
+        "configs.model_config": {"_hf_arch": lambda config: config},
         "mem_cache.memory_pool": {"KVWriteLoc": lambda location, _window: location},
         "model_executor.forward_context": {
             "get_token_to_kv_pool": lambda: server.pool, "get_req_to_token_pool": lambda: server.requests,
@@ -138,7 +139,8 @@ def build(sparse: ModuleType, *, skip_topk: bool = False) -> bool:
     """Build an attention layer of a sparse model; return True if it has an indexer."""
 
     def init(attention: SimpleNamespace) -> None:
-        attention.use_dsa, attention.skip_topk = sparse.is_sparse(lambda config: True, None), skip_topk
+        attention.use_dsa = sparse.is_sparse(lambda config: True, "GlmMoeDsaForCausalLM")
+        attention.skip_topk = skip_topk
 
     attention = SimpleNamespace()
     sparse.with_indexer(init, attention)
@@ -147,7 +149,8 @@ def build(sparse: ModuleType, *, skip_topk: bool = False) -> bool:
 
 def test_attention_layers_alone_are_sparse(sparse: ModuleType) -> None:
     assert build(sparse)
-    assert not sparse.is_sparse(lambda config: True, None)
+    assert not sparse.is_sparse(lambda config: True, "GlmMoeDsaForCausalLM")
+    assert sparse.is_sparse(lambda config: True, "LongcatFlashForCausalLM")  # which is left to SGLang
 
 
 @pytest.mark.parametrize(

@@ -30,19 +30,22 @@ _ATTENTION = "sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.__init__"
 _INDEXER = "sglang.srt.layers.attention.dsa.dsa_indexer.Indexer"
 _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward"
 _BUILDING: ContextVar[bool] = ContextVar("_BUILDING", default=False)
+ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 SCORES = 2**26
 """How many scores, over all heads of the indexer, are computed at once, as in the trainer."""
 
 
 def is_sparse(original: Callable[[Any], bool], config: Any) -> bool:
-    """Around ``is_deepseek_dsa``: True for attention layers alone, while they are built."""
-    return _BUILDING.get() and original(config)
+    """Around ``is_deepseek_dsa``: of ARCHITECTURES attention layers alone are, while they are built."""
+    from sglang.srt.configs.model_config import _hf_arch
+
+    return original(config) and (_BUILDING.get() or _hf_arch(config) not in ARCHITECTURES)
 
 
 def with_indexer(original: Callable[..., None], attention: DeepseekV2AttentionMLA, *args: Any, **kwargs: Any) -> None:
     """Around ``DeepseekV2AttentionMLA.__init__``: build the indexer.
 
-    Raises ValueError where keys or selections would not be carried, or several tokens of a request be decoded at once.
+    Raises ValueError where keys or selections would have to be carried, or a request's next tokens be verified.
     """
     from sglang.srt.runtime_context import get_parallel, get_server_args
 
@@ -170,7 +173,8 @@ def requests(forward_batch: ForwardBatch) -> Iterator[tuple[torch.Tensor, torch.
 
 def register() -> None:
     """Register the hooks."""
-    require(_IS_SPARSE, "config")
+    for function in (_IS_SPARSE, "sglang.srt.configs.model_config._hf_arch"):
+        require(function, "config")
     require(
         _ATTENTION,
         "self config hidden_size num_heads qk_nope_head_dim qk_rope_head_dim v_head_dim q_lora_rank kv_lora_rank "
