@@ -99,7 +99,7 @@ ABOUT_FAMILIES = """
   are in the checkpoint.
 * The norms on latents use `--norm-epsilon`, as SGLang's do; those of transformers have 1e-6 whatever the config says.
 * Engines on a CPU serve all of these families but MiMo, whose class transformers lacks, and the vision-language
-  checkpoints of Qwen3.5 and Gemma. Four families need
+  checkpoints of Qwen3.5 and Gemma. Some need
   [stand-ins for kernels](../advanced/sglang_engines.md#the-plug-in).
 * Trainers load bf16: [published FP8 and INT4 weights are converted first](../advanced/low_precision.md).
 """

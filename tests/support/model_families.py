@@ -36,7 +36,7 @@ SIGMOID = {
 PUBLISHED: dict[str, Any] = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 INTERVAL = {"full_attention_interval": 2}
 """Both: what SGLang reads in the published configs of these architectures, and transformers does not write."""
-SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 8}  # with few heads many scores are 0, which tie
+SPARSE = {"index_topk": 8, "index_head_dim": 16, "index_n_heads": 16}  # of 8 heads 1 score in 256 is 0: these tie
 HYBRID = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     **INTERVAL, "rope_parameters": {**PARTIAL_ROPE, "partial_rotary_factor": 0.25},
@@ -99,12 +99,14 @@ FAMILIES: dict[str, Tiny] = {
         {"model_type": "kimi_k2", **PUBLISHED},
     ),
     "glm4_moe_lite": Tiny("glm4_moe_lite", {**LATENT, **SIGMOID}),
-    "deepseek_v32": Tiny("deepseek_v32", {**LATENT, **SIGMOID, **SPARSE, "num_experts": 4, "rope_parameters": YARN}),
-    "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True}),
+    "deepseek_v32": Tiny(
+        "deepseek_v32", {**LATENT, **SIGMOID, **SPARSE, "num_experts": 4, "rope_parameters": YARN}, PUBLISHED
+    ),
+    "glm5": Tiny("glm_moe_dsa", {**LATENT, **SIGMOID, **SPARSE}, {"indexer_rope_interleave": True, **PUBLISHED}),
     "glm5.2": Tiny(  # every second layer uses the selection of the one before it
         "glm_moe_dsa",
         {**LATENT, **SIGMOID, **SPARSE, "num_hidden_layers": 8, "index_topk_freq": 2, "index_skip_topk_offset": 1},
-        {"indexer_rope_interleave": True},
+        {"indexer_rope_interleave": True, **PUBLISHED},
     ),
     "glm4_moe": Tiny(
         "glm4_moe", {**SIGMOID, "attention_bias": True, "use_qk_norm": True, "rope_parameters": PARTIAL_ROPE}

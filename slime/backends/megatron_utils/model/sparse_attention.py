@@ -147,10 +147,17 @@ def attend_selected(query: Tensor, key: Tensor, value: Tensor, positions: Tensor
 
 
 def row_chunks(segment: Segment, sparse: Sparse) -> Iterator[Segment]:
-    """Yield the queries of ``segment`` in chunks with the keys that the last one sees: first all that see few keys."""
-    runs, queries, keys = *segment.q.shape[:2], segment.k.size(1)
+    """Yield the queries of ``segment`` in chunks with the keys that the last one sees: first all that see few keys.
+
+    Long sequences are taken one after the other: chunks of several would not follow each other as their tokens do.
+    """
+    sequences, queries, keys = *segment.q.shape[:2], segment.k.size(1)
+    if keys > sparse.topk and sequences > 1:
+        for parts in zip(*(x.split(1) for x in (segment.q, segment.k, segment.v)), strict=True):
+            yield from row_chunks(Segment(*parts), sparse)
+        return
     before = keys - queries
-    rows = max(1, SCORES // (runs * sparse.heads * keys))
+    rows = max(1, SCORES // (sparse.heads * keys))
     start = 0
     while start < queries:
         stop = start + rows if before + start >= sparse.topk else max(sparse.topk - before, start)

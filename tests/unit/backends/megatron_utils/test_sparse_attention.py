@@ -27,7 +27,7 @@ from tests.support.megatron_checks import attention_config  # noqa: E402
 
 TOPK, HEADS = 4, 8
 SPARSE = Sparse(HEADS, 16, TOPK, interleaved=False, full=(True, False, True))
-LENGTHS = [9, 4, 9, 3, 30]
+LENGTHS = [9, 4, 9, 9, 3, 30]  # neighbors of one length are computed together
 
 
 class OneRank:

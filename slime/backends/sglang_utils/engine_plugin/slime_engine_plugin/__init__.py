@@ -39,7 +39,9 @@ def register() -> None:
         cuda_assumptions.register()
         disaggregation.register()
         quantized.register()
-        register_if_it_fits(["cpu.latent", "cpu.delta_nets", "cpu.minimax_m2"], "models of these families fail")
+        register_if_it_fits(
+            ["cpu.latent", "cpu.delta_nets", "cpu.minimax_m2", "cpu.sparse"], "models of these families fail"
+        )
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
     register_if_it_fits(
