@@ -192,7 +192,8 @@ def _family_rows() -> list[list[str]]:
     types: dict[tuple[str, ...], list[str]] = {}
     for name, family in families().items():
         if "page" in family:
-            names = [name.removesuffix("_text"), name] if name.endswith("_text") else [name]
+            below = family.get("below", name.removesuffix("_text"))
+            names = [name] if below == name else [below, name]
             types.setdefault(tuple(map(str, family["page"])), []).extend(names)
     return [
         [title, ", ".join(f"`{name}`" for name in names), layers, layouts, difference.replace("e-0", "e-")]
