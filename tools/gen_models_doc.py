@@ -85,6 +85,9 @@ ABOUT_FAMILIES = """
   loss of your own gets them from `get_responses` and `get_log_probs_and_entropy`, while `logits` are those before. Of
   vision-language checkpoints the language model is trained. Gemma 4 26B-A4B (experts beside the MLP), E2B and E4B
   (embeddings for every layer, shared keys and values) are refused.
+* Of Kimi K2.5 (`kimi_k25`) the language model is trained, whose tensors are below `language_model` in its checkpoints;
+  published ones are INT4 and are [converted first](../advanced/low_precision.md). transformers has no class for the
+  whole model yet: the checks have its language model alone, and no engine on a CPU serves it.
 * With experts, tensor parallelism needs sequence parallelism.
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their
@@ -192,7 +195,8 @@ def _family_rows() -> list[list[str]]:
     types: dict[tuple[str, ...], list[str]] = {}
     for name, family in families().items():
         if "page" in family:
-            names = [name.removesuffix("_text"), name] if name.endswith("_text") else [name]
+            below = family.get("below", name.removesuffix("_text"))
+            names = [name] if below == name else [below, name]
             types.setdefault(tuple(map(str, family["page"])), []).extend(names)
     return [
         [title, ", ".join(f"`{name}`" for name in names), layers, layouts, difference.replace("e-0", "e-")]

@@ -65,3 +65,15 @@ def test_every_prompt_is_trained_on_once_whatever_is_killed_when(
         print(run.kill_in(stage, rng))
     run.finish()
     run.check()
+
+
+@pytest.mark.parametrize("family", ["gemma4", "deepseek_v3", "mixtral", "qwen3_next"])
+@pytest.mark.timeout(1800)
+def test_every_prompt_is_trained_on_once_with_models_of_other_layers(tmp_path: Path, family: str):
+    """An epoch in three rollouts; killed in training and in a checkpoint."""
+    rng = random.Random(family)
+    run = LoopKills(tmp_path, 3, family=family)
+    for stage in ("training", "save"):
+        print(run.kill_in(stage, rng))
+    run.finish()
+    run.check()

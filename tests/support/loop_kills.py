@@ -16,9 +16,10 @@ from slime.rollout.debug_data import load_rollout
 from slime.rollout.requests.images import images_of
 from slime.utils.processing_utils import encode_image_for_rollout_engine
 from slime.utils.types import Sample
+from tests.support.model_families import make_checkpoint
 from tests.support.run_train import Run, rl_flags, run_train, sums_file
 from tests.support.vision_models import make_vision_checkpoint, pictures_of_row, with_pictures
-from tools.tiny_model import make_tiny_checkpoint
+from tools.tiny_model import make_tiny_checkpoint, make_tokenizer
 
 PROMPTS, BATCH, COPIES = 12, 4, 4
 SEED = 42
@@ -28,11 +29,19 @@ DEADLINE_S = 300.0
 class LoopKills:
     """A tiny run of whole epochs over 12 sums in ``folder``, saved after every rollout, with the log of its trainer.
 
-    With ``images`` the prompts have no, one or two pictures, and the vision tower is trained too.
+    With ``images`` the prompts have no, one or two pictures, and the vision tower is trained too. ``family`` is one of
+    ``model_families`` in the place of the dense model.
     """
 
     def __init__(
-        self, folder: Path, rollouts: int, *, script: str = "train.py", extra: Sequence[str] = (), images: bool = False
+        self,
+        folder: Path,
+        rollouts: int,
+        *,
+        script: str = "train.py",
+        extra: Sequence[str] = (),
+        images: bool = False,
+        family: str | None = None,
     ) -> None:
         self.folder, self.rollouts, self.script, self.images = folder, rollouts, script, images
         self.save, self.trained_file = folder / "save", folder / "trained.jsonl"
@@ -40,6 +49,10 @@ class LoopKills:
         if images:
             flags = rl_flags(make_vision_checkpoint(folder / "model", "qwen3_vl"), with_pictures(prompts))
             flags += ["--multimodal-keys", '{"image": "images"}', "--train-vision-tower"]
+        elif family is not None:
+            checkpoint = Path(make_checkpoint(folder, family, vocab_size=384))
+            make_tokenizer(checkpoint)
+            flags = rl_flags(checkpoint, prompts)
         else:
             flags = rl_flags(make_tiny_checkpoint(folder / "model"), prompts)
         words = f"""--rollout-num-gpus 1 --num-rollout {rollouts} --rollout-shuffle --rollout-seed {SEED}

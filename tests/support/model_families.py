@@ -92,6 +92,13 @@ FAMILIES: dict[str, Tiny] = {
         {**LATENT, **SIGMOID, "rope_parameters": YARN, "first_k_dense_replace": 2},
         {"n_routed_experts": 0, "n_shared_experts": 0, **PUBLISHED},
     ),
+    "kimi_k25": Tiny(
+        "deepseek_v3",
+        {**LATENT, **SIGMOID, "rope_parameters": YARN, "n_group": 1, "topk_group": 1},
+        {"model_type": "kimi_k2", **PUBLISHED},
+        ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight"),
+        "kimi_k25",
+    ),
     "moonlight": Tiny("deepseek_v3", {**LATENT, **SIGMOID, "q_lora_rank": None, "n_shared_experts": 2}, PUBLISHED),
     "kimi_k2": Tiny(
         "deepseek_v3",
@@ -200,7 +207,9 @@ def below(whole: str) -> str:
 
 
 def _as_in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str = "") -> dict[str, torch.Tensor]:
-    """Return the language model's tensors under a vision-language model's names, experts of a layer in one tensor."""
+    """Return the language model's tensors under a vision-language model's names, experts as they are stored there."""
+    if whole == "kimi_k25":
+        return {f"language_model.{name}": t for name, t in tensors.items()}
     return {name.replace("model.", below(whole), 1): t for name, t in stacked_experts(tensors).items()}
 
 
@@ -212,6 +221,8 @@ def language_model(checkpoint: str, name: str) -> Any:
     tiny = FAMILIES[name]
     if tiny.whole.startswith("gemma"):  # transformers builds these with their towers
         return _language_model_of_gemma(Path(checkpoint), tiny)
+    if tiny.whole == "kimi_k25":  # which transformers does not have
+        return _language_model_of_kimi(Path(checkpoint), tiny)
     config = CONFIG_MAPPING[tiny.whole or tiny.model_type].from_pretrained(checkpoint)
     config.model_type = tiny.whole or tiny.model_type  # by which transformers finds how experts are stored
     model = AutoModelForCausalLM.from_pretrained(checkpoint, config=config, dtype=torch.float32)
@@ -233,6 +244,20 @@ def _language_model_of_gemma(checkpoint: Path, tiny: Tiny) -> Any:
     return model
 
 
+def _language_model_of_kimi(checkpoint: Path, tiny: Tiny) -> Any:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    text = json.loads((checkpoint / "config.json").read_text())["text_config"]
+    weights = {n: t for n, t in load_file(checkpoint / "model.safetensors").items() if n not in tiny.carried}
+    folder = checkpoint / "text"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**text, "model_type": tiny.model_type}))
+    named = {name.removeprefix("language_model."): tensor for name, tensor in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 def reference(checkpoint: str, name: str) -> Reference:
     """Return logits and gradients by transformers and autograd, one sequence after the other, without padding."""
     from safetensors.torch import load_file
@@ -243,10 +268,10 @@ def reference(checkpoint: str, name: str) -> Reference:
     (logits * output_gradient(vocab_size)).sum().backward()
     weights = load_file(Path(checkpoint) / "model.safetensors")
     gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    if not tiny.whole or tiny.whole == "kimi_k25":
+        gradients = _per_expert(gradients, tiny.model_type)
     if tiny.whole:
         gradients = _as_in_a_whole_model(gradients, tiny.whole)
-    else:
-        gradients = _per_expert(gradients, tiny.model_type)
     return Reference(logits.detach(), weights, gradients)
 
 

@@ -30,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     vision.QWEN2_5_VL,
     vision.GEMMA3,
     vision.GEMMA4,
+    vision.KIMI_K25,
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from slime.backends.megatron_utils.weights.layouts import Replicated, RowParallel, Transposed
+from slime.backends.megatron_utils.weights.maps.deepseek_v3 import FAMILY as DEEPSEEK_V3
 from slime.backends.megatron_utils.weights.maps.families import GEMMA3 as GEMMA3_TEXT
 from slime.backends.megatron_utils.weights.maps.families import GEMMA4 as GEMMA4_TEXT
 from slime.backends.megatron_utils.weights.maps.families import QWEN2, QWEN3
@@ -80,6 +81,15 @@ GEMMA3 = Family(
     ),
     ROTARY_BUFFERS,
     carried=(r"^vision_tower\.", r"^multi_modal_projector\."),
+)
+KIMI_K25 = Family(
+    "kimi_k25",
+    ("kimi_k25",),
+    tuple(
+        replace(rule, hf=tuple(f"language_model.{name}" for name in rule.hf)) for rule in DEEPSEEK_V3.rules
+    ),
+    ROTARY_BUFFERS,
+    carried=(r"^vision_tower\.", r"^mm_projector\."),
 )
 GEMMA4 = Family(
     "gemma4",
