@@ -31,7 +31,7 @@ OPTIONAL = {
     "memray": "for --memory-recorder memray", "pynvml": "comes with sglang",
     "torchvision": "a stand-in", "slime_engine_plugin": "loaded inside engine processes", "sgl_kernel": "a stand-in",
     "huggingface_hub": "comes with transformers", "tokenizers": "comes with transformers",
-    "nixl": "the p2p extra", "mooncake": "for --update-weight-p2p-backend mooncake",
+    "nixl": "the p2p extra", "mbridge": "the mbridge extra", "mooncake": "for --update-weight-p2p-backend mooncake",
     "llmcompressor": "for GPTQ in tools.convert",
     "httpx": "of users, where it is installed", "httpcore": "comes with httpx",
     "typer": "comes with transformers", "blake3": "for --update-weight-delta-checksum blake3",
