@@ -112,13 +112,15 @@ def models() -> dict[str, Model]:
 
 def trained_families() -> list[str]:
     """The ``model_type`` of every family that slime trains."""
-    return sorted({name.removesuffix("_text") for name in families()})
+    below = (entry["below"] for entry in families().values() if "below" in entry)
+    return sorted({*below, *(name.removesuffix("_text") for name in families())})
 
 
 def family_of(config: dict[str, Any]) -> dict[str, Any] | None:
     """The ``megatron`` section of the family of ``config``: the table's, else that of mbridge; None without one."""
     name = str(config.get("model_type"))
     entry = families().get(name) or families().get(name + "_text")
+    entry = entry or next((one for one in families().values() if one.get("below") == name), None)
     return dict(entry["megatron"]) if entry else bridged_settings(config).get("megatron")
 
 

@@ -85,9 +85,7 @@ GEMMA3 = Family(
 KIMI_K25 = Family(
     "kimi_k25",
     ("kimi_k25",),
-    tuple(
-        replace(rule, hf=tuple(f"language_model.{name}" for name in rule.hf)) for rule in DEEPSEEK_V3.rules
-    ),
+    tuple(replace(rule, hf=tuple(f"language_model.{name}" for name in rule.hf)) for rule in DEEPSEEK_V3.rules),
     ROTARY_BUFFERS,
     carried=(r"^vision_tower\.", r"^mm_projector\."),
 )
