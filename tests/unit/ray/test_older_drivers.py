@@ -156,7 +156,7 @@ def test_groups_by_the_names_of_earlier_releases(monkeypatch: pytest.MonkeyPatch
 
 def test_the_share_of_a_slot_is_the_caller_s(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: asked.append(part) or {})
+    here = SimpleNamespace(tensor_transport=lambda args, extra: {}, share_of_slot=lambda part: asked.append(part) or {})
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: MagicMock()))
     monkeypatch.setattr(train_group.cluster, "current", lambda: here)
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)

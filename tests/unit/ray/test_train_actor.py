@@ -50,6 +50,7 @@ def test_an_offloaded_trainer_is_onloaded_for_its_work_alone(monkeypatch: pytest
     monkeypatch.setattr(train_actor.ray, "get", lambda ref: ref)
     actor = TrainRayActor.__new__(TrainRayActor)
     actor.trainer = trainer = NotingTrainer(offloaded)  # type: ignore[assignment]
+    actor.args = SimpleNamespace(rollout_data_transport="object-store")  # type: ignore[assignment]
     shards = [SimpleNamespace(inner=f"shard {rank}") for rank in range(2)]
     assert actor.train(3, shards) == "values"
     actor.save(3, False, True)
@@ -96,7 +97,7 @@ def test_a_rank_sets_its_threads_once_it_knows_the_others(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_ranks_on_cpus_share_cores(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     started: list[tuple[Any, ...]] = []
-    here = SimpleNamespace(environment=lambda extra: {}, share_of_slot=lambda part: {}, device_type=device)
+    here = SimpleNamespace(tensor_transport=lambda args, extra: {}, share_of_slot=lambda part: {}, device_type=device)
     made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *a: started.append(a) or MagicMock()))
     monkeypatch.setattr(train_group.cluster, "current", lambda: here)
     monkeypatch.setattr(train_group.cluster, "on_slot", lambda pg, bundle: None)
