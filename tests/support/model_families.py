@@ -196,21 +196,22 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
         around_one = "norm" in name or "scalar" in name
         tensors[name] = 1 + 0.3 * noise if around_one else 0.3 * noise if "bias" in name else 0.15 * noise
     if tiny.whole:
-        tensors = _as_in_a_whole_model(tensors, tiny.whole)
+        stored = tensors if tiny.whole == "kimi_k25" else stacked_experts(tensors)
+        tensors = in_a_whole_model(stored, tiny.whole)
     tensors.update({name: torch.randn(3, 2, generator=generator) for name in tiny.carried})
     save_file(tensors, path, metadata={"format": "pt"})
 
 
 def below(whole: str) -> str:
     """Return the beginning of the language model's names in a vision-language checkpoint of this ``model_type``."""
-    return "language_model.model." if whole == "gemma3" else "model.language_model."
+    return "model.language_model." if whole not in ("gemma3", "kimi_k25") else "language_model.model."
 
 
-def _as_in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str = "") -> dict[str, torch.Tensor]:
-    """Return the language model's tensors under a vision-language model's names, experts as they are stored there."""
-    if whole == "kimi_k25":
+def in_a_whole_model(tensors: dict[str, torch.Tensor], whole: str) -> dict[str, torch.Tensor]:
+    """Return the language model's tensors under a vision-language model's names."""
+    if whole == "kimi_k25":  # the output layer too
         return {f"language_model.{name}": t for name, t in tensors.items()}
-    return {name.replace("model.", below(whole), 1): t for name, t in stacked_experts(tensors).items()}
+    return {name.replace("model.", below(whole), 1): t for name, t in tensors.items()}
 
 
 def language_model(checkpoint: str, name: str) -> Any:
@@ -271,7 +272,7 @@ def reference(checkpoint: str, name: str) -> Reference:
     if not tiny.whole or tiny.whole == "kimi_k25":
         gradients = _per_expert(gradients, tiny.model_type)
     if tiny.whole:
-        gradients = _as_in_a_whole_model(gradients, tiny.whole)
+        gradients = in_a_whole_model(gradients, tiny.whole)
     return Reference(logits.detach(), weights, gradients)
 
 

@@ -153,12 +153,14 @@ def as_whole(checkpoint: str, out: Path, model_type: str) -> str:
     """Write the checkpoint as the language model of a vision-language model with stacked experts; return its path."""
     from safetensors.torch import load_file, save_file
 
-    from tests.support.model_families import _as_in_a_whole_model
+    from tests.support.model_families import in_a_whole_model
+    from tools.tiny_model import stacked_experts
 
     out.mkdir()
     text = json.loads((Path(checkpoint) / "config.json").read_text())
     whole = {"model_type": model_type, "tie_word_embeddings": text["tie_word_embeddings"], "text_config": text}
     (out / "config.json").write_text(json.dumps(whole))
-    tensors = _as_in_a_whole_model(load_file(Path(checkpoint) / "model.safetensors"))
+    stored = stacked_experts(load_file(Path(checkpoint) / "model.safetensors"))
+    tensors = in_a_whole_model(stored, "qwen3_5")
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     return str(out)
