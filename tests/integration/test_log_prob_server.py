@@ -168,6 +168,7 @@ def test_requests_at_once_each_have_their_reply(server: Server) -> None:
         ("/generate", {"input_ids": [1, 384]}, 400, "token ids from 0 to 383, got 384"),
         ("/generate", {"input_ids": [1, True]}, 400, "got True"),
         ("/generate", {"input_ids": [1, 2], "sample_n": -1}, 400, "sample_n"),
+        ("/generate", {"input_ids": [1] * 5000, "sample_n": 1000}, 400, "ask in parts"),
         ("/generate", {"input_ids": [1, 2], "label_token_ids": [[1], [2]]}, 400, "expected 1 lists"),
         ("/generate", {"input_ids": [1, 2, 3], "label_token_ids": [[1], [2, 3]]}, 400, "as many ids"),
         ("/generate", {"input_ids": [1, 2], "label_token_ids": [[-1]]}, 400, "label_token_ids[0]"),

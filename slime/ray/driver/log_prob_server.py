@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20
 MOST_DRAWS = 1024
+MOST_NUMBERS = 2**22
+"""Draws of a request, over all of its tokens."""
 HEALTH = "/healthz"
 """Whoever waits for the server asks here, and needs no key."""
 COMPUTE_DEADLINE_S = 3600.0
@@ -106,9 +108,10 @@ class LogProbQueue:
             try:
                 replies = await self.compute(self.running)
             except BaseException as e:
+                why = "the server ends" if isinstance(e, asyncio.CancelledError) else f"the model has failed: {e}"
                 for _, future in [*batch, *self._waiting]:
                     if not future.done():
-                        future.set_exception(RuntimeError(f"the model has failed: {e}"))
+                        future.set_exception(RuntimeError(why))
                         future.exception()  # of a client that is gone
                 raise
             finally:
@@ -170,8 +173,13 @@ class Ranks:
         return [replies[i] for i in range(len(requests))]
 
     def fits(self, requests: Sequence[LogProbRequest]) -> bool:
-        """Return whether ``requests`` are no more than one micro-batch per rank and pipeline stage."""
+        """Return whether ``requests`` are no more than one micro-batch per rank and pipeline stage.
+
+        All tokens of a batch have as many labels and draws: requests for other numbers of them are another batch.
+        """
         args, config = self.args, self._config
+        if len({(request.labels.shape[1], request.draws) for request in requests}) > 1:
+            return False
         micro_batches = config["dp_size"] * config["pp_size"] * config["vpp_size"]
         if not args.use_dynamic_batch_size:
             return len(requests) <= micro_batches * args.micro_batch_size
@@ -225,10 +233,11 @@ class WeightUpdates:
             return {"ok": True, "path": path, "skipped": True}
         task = asyncio.create_task(self._replace(path, content, timeout_s))
         self._at_work = path, task
-        try:
-            return await asyncio.shield(task)
-        finally:
-            self._at_work = None
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)  # it continues when whoever asked is gone
+
+    def _done(self, task: asyncio.Task[dict[str, Any]]) -> None:
+        self._at_work = None
 
     async def _replace(self, path: str, content: object, timeout_s: float) -> dict[str, Any]:
         self.queue.closed = f"weights are being loaded from {path}"
@@ -284,6 +293,10 @@ def read_request(args: Args, body: object) -> LogProbRequest:
     draws = body.get("sample_n") or 0
     if not is_integer(draws) or not 0 <= draws <= MOST_DRAWS:
         raise RequestError(400, f"sample_n: expected an integer from 0 to {MOST_DRAWS}, got {draws!r:.50}")
+    if draws * len(ids) > MOST_NUMBERS:
+        raise RequestError(
+            400, f"sample_n: {draws} draws for {len(ids)} tokens are more than {MOST_NUMBERS}; ask in parts"
+        )
     labels = body.get("label_token_ids") or []
     if labels and (not isinstance(labels, list) or len(labels) != len(ids) - 1):
         raise RequestError(400, f"label_token_ids: expected {len(ids) - 1} lists, one per token after the first")

@@ -195,6 +195,40 @@ def test_weights_that_are_half_loaded_end_the_server(contents: dict[str, Any]) -
     in_loop(body)
 
 
+def test_an_update_is_completed_when_whoever_asked_is_gone(contents: dict[str, Any]) -> None:
+    async def body(queue: LogProbQueue, ranks: Ranks) -> None:
+        loaded: list[str] = []
+
+        async def load(path: str) -> None:
+            await settled()
+            loaded.append(path)
+
+        updates = updates_of(queue, load)
+        asked = asyncio.create_task(updates.update("/a", 5))
+        await asyncio.sleep(0)
+        asked.cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(RequestError, match="from /a; ask again"):
+            await updates.update("/b", 5)
+        await settled()
+        await settled()
+        assert loaded == ["/a"]
+        assert await updates.update("/b", 5) == {"ok": True, "path": "/b"}
+
+    in_loop(body)
+
+
+def test_requests_for_other_numbers_of_labels_and_draws_are_another_batch() -> None:
+    ranks = log_prob_server.Ranks.__new__(log_prob_server.Ranks)
+    ranks.args = Namespace(use_dynamic_batch_size=True, max_tokens_per_gpu=10)  # type: ignore[assignment]
+    ranks._config = {"dp_size": 2, "pp_size": 1, "vpp_size": 1, "cp_size": 1}
+    plain, drawn = LogProbRequest.of(range(8)), LogProbRequest.of(range(8), draws=2)
+    assert ranks.fits([plain, plain])
+    assert ranks.fits([drawn, drawn])
+    assert not ranks.fits([plain, drawn])
+    assert not ranks.fits([plain] * 3)
+
+
 def test_a_checkpoint_is_known_by_its_files(tmp_path: Path) -> None:
     from slime.arguments import parse_args
     from tools.tiny_model import make_tiny_checkpoint
