@@ -467,15 +467,17 @@ class _TopPLogProbs(torch.autograd.Function):
 class Vocabulary:
     """This rank's part of the vocabulary: its log-probs of any ids, and draws. Nothing has a gradient.
 
-    Logits are [N, V_local], divided by ``temperature``. Their first ``columns`` columns are the ids from ``start`` on,
-    the others padding; ``group`` shares the vocabulary. Results are the same on all of its ranks. ``chunk`` rows are
-    worked on at a time: their logits are copied in float32, for draws in float64.
+    Logits are [N, V_local], capped as in ``log_probs_and_entropy`` and divided by ``temperature``. Their first
+    ``columns`` columns are the ids from ``start`` on, the others padding; ``group`` shares the vocabulary. Results are
+    the same on all of its ranks. ``chunk`` rows are worked on at a time: their logits are copied in float32, for draws
+    in float64.
     """
 
     start: int
     columns: int
     temperature: float
     group: dist.ProcessGroup | None = None
+    cap: float | None = None
 
     def log_probs(self, logits: Tensor, rows: Tensor, ids: Tensor, chunk: int) -> Tensor:
         """Return float32 [n, k], the log-probs of ``ids`` [n, k] under the rows ``rows`` [n] of ``logits``."""
@@ -502,7 +504,7 @@ class Vocabulary:
         return ids, log_probs
 
     def _scaled(self, logits: Tensor, rows: Tensor) -> Tensor:
-        return logits[rows, : self.columns].float() / self.temperature
+        return softcapped(logits[rows, : self.columns].float(), self.cap) / self.temperature
 
     def _normalizer(self, z: Tensor) -> Tensor:
         """Return log sum exp over the whole vocabulary, [n]."""

@@ -53,7 +53,7 @@ def bridge(name: str, checkpoints: dict[str, str], monkeypatch: pytest.MonkeyPat
     if name == "deepseek_v3":  # mbridge 0.15 gives megatron-core's configuration a field that 0.16 does not have
         small = SimpleNamespace(gated_linear_unit=True, mtp_num_layers=None)
         monkeypatch.setattr(DeepseekV3Bridge, "_build_config", lambda self: small)
-    if name == "mimo":  # transformers has no class of its own
+    if name == "mimo":  # transformers has no class for it
         monkeypatch.setitem(_MODEL_REGISTRY, "qwen2", MimoBridge)
         config["model_type"] = "qwen2"
     return bridge_of(config)
@@ -194,7 +194,7 @@ def with_values(**values: Any) -> Any:
         (
             {},
             {"_get_transformer_layer_spec": lambda self, vp_stage=None: None},
-            "Own of mbridge builds a model of its own",
+            "Own of mbridge builds the model itself",
         ),
         ({}, {"_get_gptmodel_args": lambda self: {"scatter_embedding_sequence_parallel": False}}, "no flags"),
         (

@@ -336,3 +336,16 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_exist() -> None:
     numbers = torch.tensor([[0.0, 0.25, 0.5, 1.0 - 2**-53, 1.0]], dtype=torch.float64)
     ids, _ = Vocabulary(0, 4, 1.0).sample(logits, torch.tensor([0]), numbers, 8)
     assert ids.tolist() == [[1, 1, 2, 2, 2]]
+
+
+def test_labels_and_draws_are_those_of_capped_logits() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits, cap, temperature = torch.randn(4, 9, generator=generator) * 8, 3.0, 0.7
+    expected = (cap * torch.tanh(logits / cap) / temperature).log_softmax(-1)
+    vocabulary, rows = Vocabulary(0, 9, temperature, cap=cap), torch.arange(4)
+    labels = torch.arange(9).expand(4, 9)
+    torch.testing.assert_close(vocabulary.log_probs(logits, rows, labels, 3), expected)
+    numbers = torch.rand(4, 5, dtype=torch.float64, generator=generator)
+    ids, log_probs = vocabulary.sample(logits, rows, numbers, 3)
+    torch.testing.assert_close(log_probs, expected.gather(1, ids))
+    assert ids.equal(torch.searchsorted(expected.double().exp().cumsum(1), numbers, right=True))

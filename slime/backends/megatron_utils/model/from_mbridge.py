@@ -50,7 +50,7 @@ def settings(config: dict[str, Any]) -> dict[str, Any]:
     own = [name for name in OVERRIDDEN if getattr(kind, name, None) is not getattr(LLMBridge, name)]
     if own or kind.TransformerConfigClass is not TransformerConfig:
         made = ", ".join(own) or kind.TransformerConfigClass.__name__
-        raise CannotBeSaidError(f"{kind.__name__} of mbridge builds a model of its own ({made})")
+        raise CannotBeSaidError(f"{kind.__name__} of mbridge builds the model itself ({made})")
     wanted = {**vars(bridge.config), **CORRECTED.get(config["model_type"], {})}
     section: dict[str, Any] = {
         "bridge": kind.__name__,

@@ -46,6 +46,7 @@ from slime.backends.megatron_utils.train.routing_replay import RoutingReplay
 from slime.backends.megatron_utils.train.weight_backup import OLD_ACTOR, TEACHER, WeightBackup
 from slime.batching.log_prob_requests import LogProbReply, LogProbShard
 from slime.batching.ragged_tensor import RaggedTensor, flat
+from slime.models.shape import logit_cap
 from slime.observability.timer import timer
 
 Finish = Callable[..., Any]
@@ -317,7 +318,7 @@ def _collect(
     rows, _, sizes = response_rows_and_targets(unconcat_tokens, *cut)
     tp, width = tensor_parallel(), row.size(1)
     real = width if args.vocab_size is None else min(max(args.vocab_size - tp.rank * width, 0), width)
-    vocabulary = Vocabulary(tp.rank * width, real, args.rollout_temperature, tp.group)
+    vocabulary = Vocabulary(tp.rank * width, real, args.rollout_temperature, tp.group, logit_cap(args))
     if labels is not None:
         wanted = flat(slice_samples_with_cp(labels, *cut))
         of_labels = vocabulary.log_probs(row, rows, wanted, args.teacher_label_reduction_chunk_size)
