@@ -167,10 +167,13 @@ class MegatronTrainer:
         """Reply to requests of the log-prob server; see ``logprob_passes.served_log_probs``."""
         return served_log_probs(self.args, self.model, shards, self.hooks)
 
-    def load_weights(self, path: str) -> None:
-        """Replace the weights by those of ``path``, a Megatron or Hugging Face checkpoint of this architecture."""
+    def load_weights(self, path: str, step: int | None = None) -> None:
+        """Replace the weights by those of ``path``, a Megatron or Hugging Face checkpoint of this architecture.
+
+        ``step``: which one of a Megatron checkpoint; None is its latest.
+        """
         if is_megatron_checkpoint(path):
-            load_checkpoint(self.args, path, TrainerState(self.model), weights_only=True)
+            load_checkpoint(self.args, path, TrainerState(self.model), step=step, weights_only=True)
         else:
             self._load_hf(path)
 
@@ -204,10 +207,7 @@ class MegatronTrainer:
         step = self.args.ref_ckpt_step
         if refreshed := refreshed_reference(self.args):
             source, step = refreshed
-        if is_megatron_checkpoint(source):
-            load_checkpoint(self.args, source, TrainerState(self.model), step=step, weights_only=True)
-        else:
-            self._load_hf(source)
+        self.load_weights(source, step)
         self._backup.save(REFERENCE)
 
     def _load(self) -> int:
