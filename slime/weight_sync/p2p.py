@@ -221,7 +221,7 @@ class Sender:
         }
         size = max(max(sizes.values(), default=1), min(limit_bytes, sum(sizes.values())))
         self._buffer = torch.empty(size, dtype=torch.uint8)
-        self.agent.register([(self._buffer.data_ptr(), size)])
+        self.agent.register([(self._buffer.data_ptr(), size)], self._buffer)
 
     def send(self, name: str, tensor: torch.Tensor) -> None:
         """Pack ``tensor`` if it is of this rank's share; write when the buffer is full."""

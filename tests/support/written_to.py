@@ -15,7 +15,7 @@ def main() -> None:
     """Arguments: the backend, and bytes."""
     memory = (ctypes.c_char * int(sys.argv[2]))()
     agent = make_agent(sys.argv[1])
-    agent.register([(ctypes.addressof(memory), len(memory))])
+    agent.register([(ctypes.addressof(memory), len(memory))], memory)
     print("READY " + json.dumps([agent.address(), ctypes.addressof(memory)]), flush=True)
     for _ in sys.stdin:
         print("SUM " + xxhash.xxh3_128_hexdigest(memory), flush=True)

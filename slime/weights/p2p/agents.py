@@ -44,8 +44,8 @@ class TransferError(Exception):
 class Agent(Protocol):
     """This process's end. Memory is registered before it is read from, or before others get the address."""
 
-    def register(self, regions: Iterable[tuple[int, int]]) -> None:
-        """Make memory known: ``(address, bytes)`` of each region, none of which overlap."""
+    def register(self, regions: Iterable[tuple[int, int]], owner: object) -> None:
+        """Make memory known: ``(address, bytes)`` of each region, none of which overlap; ``owner`` is kept with it."""
         ...
 
     def address(self) -> str:
@@ -61,12 +61,25 @@ class Agent(Protocol):
         ...
 
     def close(self) -> None:
-        """Forget all memory and peers; what is still being written is given up."""
+        """Forget all memory and peers; where something is still being written, when a later agent finds it ended.
+
+        Neither library can take back what is on its way to a process that has stopped: it reads from this memory
+        until that process continues or ends.
+        """
         ...
+
+
+_CLOSED: list[NixlAgent | MooncakeAgent] = []
+"""Closed agents that have not forgotten their memory yet."""
+
+
+def _forget_closed() -> None:
+    _CLOSED[:] = [agent for agent in _CLOSED if not agent.forget()]
 
 
 def make_agent(backend: str) -> Agent:
     """Return an agent of ``--update-weight-p2p-backend``. Raises ImportError with the reason where it is missing."""
+    _forget_closed()
     try:
         return NixlAgent() if backend == "nixl" else MooncakeAgent()
     except ImportError as e:
@@ -91,8 +104,11 @@ class NixlAgent:
                 else:
                     os.environ[name] = value
         self._registered: list[Any] = []
+        self._owners: list[object] = []
+        self._unfinished: list[Any] = []
 
-    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+    def register(self, regions: Iterable[tuple[int, int]], owner: object) -> None:
+        self._owners.append(owner)
         described = [(address, nbytes, 0, "") for address, nbytes in regions if nbytes]
         self._registered.append(self._agent.register_memory(described, "DRAM"))
 
@@ -104,14 +120,14 @@ class NixlAgent:
         return name.decode() if isinstance(name, bytes) else name
 
     def write(self, writes: Mapping[str, Sequence[Write]], deadline_s: float) -> None:
-        agent, reasons = self._agent, {}
-        handles = {}
+        reasons: dict[str, str | None] = {}
+        handles: dict[str, Any] = {}
         for peer, parts in writes.items():
             try:
-                local = agent.get_xfer_descs([(w.local, w.nbytes, 0) for w in parts], "DRAM")
-                remote = agent.get_xfer_descs([(w.remote, w.nbytes, 0) for w in parts], "DRAM")
-                handles[peer] = agent.initialize_xfer("WRITE", local, remote, peer)
-                agent.transfer(handles[peer])
+                local = self._agent.get_xfer_descs([(w.local, w.nbytes, 0) for w in parts], "DRAM")
+                remote = self._agent.get_xfer_descs([(w.remote, w.nbytes, 0) for w in parts], "DRAM")
+                handles[peer] = self._agent.initialize_xfer("WRITE", local, remote, peer)
+                self._agent.transfer(handles[peer])
             except Exception as e:  # noqa: BLE001  (NIXL has an exception class per status)
                 reasons[peer] = f"{type(e).__name__}: {e}"
         deadline = time.monotonic() + deadline_s
@@ -128,7 +144,9 @@ class NixlAgent:
             if waiting:
                 time.sleep(_POLL_S)
         for peer, handle in handles.items():
-            if peer not in waiting:  # NIXL cannot release what is on its way to a peer that has stopped
+            if peer in waiting:
+                self._unfinished.append(handle)
+            else:
                 handle.release()
         if reasons or waiting:
             raise TransferError(reasons | dict.fromkeys(waiting))
@@ -141,10 +159,20 @@ class NixlAgent:
             return f"{type(e).__name__}: {e}"
 
     def close(self) -> None:
+        _CLOSED.append(self)
+        _forget_closed()
+
+    def forget(self) -> bool:
+        """Forget all memory and peers if nothing is being written; return True then."""
+        for handle in [h for h in self._unfinished if self._state(h) != "PROC"]:
+            handle.release()
+            self._unfinished.remove(handle)
+        if self._unfinished:
+            return False
         for registered in self._registered:
             self._agent.deregister_memory(registered)
-        self._registered = []
-        self._agent = None
+        self._registered, self._owners, self._agent = [], [], None
+        return True
 
 
 class MooncakeAgent:
@@ -157,9 +185,12 @@ class MooncakeAgent:
         if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError(f"mooncake's transfer engine does not start on {HOST} with protocol tcp")
         self._addresses: list[int] = []
+        self._owners: list[object] = []
+        self._unfinished: list[Future[int]] = []
         self._pool = ThreadPoolExecutor(thread_name_prefix="mooncake")
 
-    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+    def register(self, regions: Iterable[tuple[int, int]], owner: object) -> None:
+        self._owners.append(owner)
         addresses, sizes = zip(*((address, nbytes) for address, nbytes in regions if nbytes), strict=True)
         if code := self._engine.batch_register_memory(list(addresses), list(sizes)):
             raise RuntimeError(f"mooncake cannot register memory (code {code})")
@@ -183,6 +214,7 @@ class MooncakeAgent:
                 code = future.result(timeout=max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 reasons[peer] = None
+                self._unfinished.append(future)
             else:
                 if code:
                     reasons[peer] = f"mooncake reports code {code}"
@@ -190,7 +222,15 @@ class MooncakeAgent:
             raise TransferError(reasons)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        _CLOSED.append(self)
+        _forget_closed()
+
+    def forget(self) -> bool:
+        """Forget all memory and peers if nothing is being written; return True then."""
+        if not all(future.done() for future in self._unfinished):
+            return False
+        self._pool.shutdown(wait=False)
         if self._addresses:
             self._engine.batch_unregister_memory(self._addresses)
-        self._addresses, self._engine = [], None
+        self._addresses, self._owners, self._engine = [], [], None
+        return True

@@ -35,7 +35,7 @@ class Memory:
         self.sizes: list[int] = []
         self.reasons: dict[str, str | None] = {}
 
-    def register(self, regions: Iterable[tuple[int, int]]) -> None:
+    def register(self, regions: Iterable[tuple[int, int]], owner: object) -> None:
         self.registered[self.name] += regions
 
     def address(self) -> str:

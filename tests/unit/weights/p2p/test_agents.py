@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import random
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -17,6 +19,7 @@ import pytest
 import xxhash
 
 from slime.weights.p2p.agents import Agent, TransferError, Write, make_agent
+from tests.support.fake_fleet import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -80,7 +83,7 @@ class Source:
     def __init__(self, backend: str, seed: int) -> None:
         self.memory = ctypes.create_string_buffer(random.Random(seed).randbytes(BYTES), BYTES)
         self.agent: Agent = make_agent(backend)
-        self.agent.register([(ctypes.addressof(self.memory), BYTES)])
+        self.agent.register([(ctypes.addressof(self.memory), BYTES)], self.memory)
 
     def blocks(self, target: Target) -> list[Write]:
         """Blocks of different sizes, in no order, that cover everything."""
@@ -101,6 +104,13 @@ def test_blocks_arrive_in_two_processes_from_two_agents(backend: str, targets: l
         source.write(targets, 120.0)
         assert {target.checksum() for target in targets} == {xxhash.xxh3_128_hexdigest(source.memory)}
         source.agent.close()
+
+
+def forgotten(backend: str, memory: weakref.ref[object]) -> bool:
+    """Make another agent, which forgets those that were closed; return True if ``memory`` is no longer kept."""
+    make_agent(backend).close()
+    gc.collect()
+    return memory() is None
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
@@ -124,6 +134,27 @@ def test_a_process_that_is_lost_is_named_and_another_agent_continues(
     again.write([first], 120.0)
     assert first.checksum() == xxhash.xxh3_128_hexdigest(again.memory)
     again.agent.close()
+
+
+def test_what_is_written_to_a_stopped_process_is_read_until_it_continues(backend: str, targets: list[Target]) -> None:
+    first, stopped = targets
+    source = Source(backend, 0)
+    source.write(targets, 120.0)
+    memory, content = weakref.ref(source.memory), random.Random(1).randbytes(BYTES)
+    source.memory[:] = content
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.process.pid, os.WEXITED | os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(TransferError):
+        source.write(targets, 2.0)
+    source.agent.close()
+    del source
+    gc.collect()
+    assert memory() is not None
+    os.kill(stopped.process.pid, signal.SIGCONT)
+    expected = xxhash.xxh3_128_hexdigest(content)
+    wait_until(lambda: stopped.checksum() == expected)
+    wait_until(lambda: forgotten(backend, memory))
+    assert first.checksum() == expected
 
 
 def test_a_process_that_had_an_agent_ends_as_others_do(backend: str) -> None:

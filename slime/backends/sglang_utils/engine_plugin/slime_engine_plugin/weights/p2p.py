@@ -91,7 +91,7 @@ def open_channel(model: LoadableModel, store: rendezvous.Store, backend: str, ra
     parameters = {name: tensor for name, tensor in _named(model).items() if name in written}
     agent = make_agent(backend)
     storages = {name: tensor.untyped_storage() for name, tensor in parameters.items()}
-    agent.register((storage.data_ptr(), storage.nbytes()) for storage in storages.values())
+    agent.register(((storage.data_ptr(), storage.nbytes()) for storage in storages.values()), storages)
     places = {
         name: (storages[name].data_ptr(), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in parameters.items()
