@@ -1,4 +1,7 @@
-"""``train.py`` on conversations that an agent leads through the gateway."""
+"""``train.py`` on conversations that an agent leads through the gateway.
+
+On every change: such a run and its log-probs in ``test_run_security.py``, samples in ``test_agent_engine.py``.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from slime.utils.misc import group_by
 from tests.support.run_train import rl_flags, run_train, sums_file
 from tools.tiny_model import make_tiny_checkpoint
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 
 def test_the_trainer_finds_the_log_probs_of_both_turns(tmp_path):

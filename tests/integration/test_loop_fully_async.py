@@ -1,6 +1,7 @@
 """``train_async.py`` with the fully asynchronous rollout: versions, lags, evaluation, and the end by Ctrl-C.
 
-On every change: such a run, its versions and lags in ``test_loop_disaggregated.py``, Ctrl-C in ``test_loop_sft.py``.
+On every change: such a run, its versions and lags in ``test_loop_disaggregated.py``; Ctrl-C in
+``test_run_security.py``.
 """
 
 from __future__ import annotations

@@ -47,8 +47,7 @@ def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
         run.wait_for(rf"rollout {COMPARED - 1} of 100000: .*loss", 120)
         run.wait_for(rf"rollout {COMPARED} of", 60)
         run.send(signal.SIGTERM)
-        whole = run.finish(30)
-        assert_ended_by_signal(run, whole, 143)
+        whole = run.finish_after_signal(30, 143)
     loss = losses(whole, steps)
     assert len(loss) == steps
     assert loss[-1] < loss[0]
@@ -78,13 +77,6 @@ def test_a_killed_run_resumes_to_the_same_weights(flags, tmp_path):
     assert any(line.startswith("The last lines of ") and "actor_rank1.log" in line for line in message)
 
 
-def assert_ended_by_signal(run: Run, ended: Finished, code: int) -> None:
-    assert ended.returncode == code
-    assert "Traceback" not in ended.output
-    assert "SystemError" not in ended.output
-    run.assert_nothing_left(5)
-
-
 @pytest.mark.soak
 def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     """On every change: tests/unit/ray/test_remote_failures.py."""
@@ -101,11 +93,13 @@ def test_the_message_of_the_rank_that_failed_comes_first(flags, tmp_path):
     assert "the sauce is burnt" in (failed.run_dir / "logs" / "failure.txt").read_text()
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_everything(flags, tmp_path):
+    """On every change, of a run with engines: test_run_security.py."""
     with Run(flags, tmp_path / "run") as run:
         run.wait_for(r"rollout 2 of", 120)
         os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-        assert_ended_by_signal(run, run.finish(30), 130)
+        run.finish_after_signal(30, 130)
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""A whole run on a host with other users: every socket, process and file of it, as a stranger finds them."""
+"""A whole run of agents on a host with other users: every socket, process and file of it, as a stranger finds them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from slime.agent.sandbox import LocalSandbox
 from slime.servers.engine_client import EngineClient
 from slime.servers.http import EngineError
-from tests.support.run_train import Run, command_line, rl_flags, sums_file
+from tests.support.run_train import Run, command_line, read_metric, rl_flags, sums_file
 from tests.support.sockets import PROBE, Listener, is_tcp_store, listeners
 from tools.tiny_model import make_tiny_checkpoint
 
@@ -40,23 +40,24 @@ ROUTER = (
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A run that has pushed weights, which is when all of its sockets are there."""
+    """A run that has pushed weights, which is when all of its sockets are there. Ctrl-C ends everything."""
     tmp_path = tmp_path_factory.mktemp("security")
     flags = rl_flags(make_tiny_checkpoint(tmp_path / "model"), sums_file(tmp_path / "sums.jsonl"))
-    more = "--num-rollout 100000 --rm-url http://user:password-in-a-url@judge/x"
+    flags.remove("--apply-chat-template")  # the gateway applies it, turn by turn
+    more = """--num-rollout 100000 --rm-url http://user:password-in-a-url@judge/x
+        --custom-generate-function-path tests.support.agent_hooks.two_turns"""
     keys = {"SLIME_SGLANG_API_KEY": KEY, "SLIME_SGLANG_ADMIN_API_KEY": ADMIN, **SECRETS}
     with Run([*flags, *more.split(), "--wandb-key", "key-in-a-flag"], tmp_path / "run", env=keys) as run:
-        run.wait_for(r"rollout 1 of ", 480.0)
+        run.wait_for(r"rollout 2 of ", 480.0)
         yield run
-        run.send(signal.SIGINT)
-        run.finish(120.0)
-        run.assert_nothing_left()
+        os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+        run.finish_after_signal(120.0, 130)
 
 
 @pytest.fixture(scope="module")
 def sockets(run: Run) -> dict[str, list[Listener]]:
     """The listening sockets of the run by what owns them. One that is of no kind fails."""
-    kinds: dict[str, list[Listener]] = {"engine": [], "router": [], "ray": [], "gloo": []}
+    kinds: dict[str, list[Listener]] = {"engine": [], "router": [], "manager": [], "ray": [], "gloo": []}
     pids = [*run.processes(), run.process.pid]
     for found in sorted(listeners(pids)):
         line = command_line(found.pid)
@@ -66,6 +67,8 @@ def sockets(run: Run) -> dict[str, list[Listener]]:
             kind = "router"
         elif "TrainRayActor" in line or "sglang" in line:
             kind = "gloo"
+        elif "RolloutManager" in line:
+            kind = "manager"
         else:
             kind = "ray"
             assert any(word in line for word in ("gcs_server", "raylet", "ray::", "/ray/", "train.py")), (found, line)
@@ -75,8 +78,9 @@ def sockets(run: Run) -> dict[str, list[Listener]]:
 
 def as_a_stranger(requests: list[str]) -> list[str]:
     asked = subprocess.run(
-        ["bash", "-c", PROBE], input="\n".join(requests) + "\n", capture_output=True, text=True, user=STRANGER,
-        group=STRANGER, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"]}, timeout=300, check=True,
+        ["bash", "-c", PROBE], input="\n".join(requests) + "\n", capture_output=True, text=True, errors="replace",
+        user=STRANGER, group=STRANGER, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"]}, timeout=300,
+        check=True,
     )  # fmt: skip
     return asked.stdout.splitlines()
 
@@ -108,6 +112,20 @@ def test_servers_refuse_whoever_has_no_key(sockets: dict[str, list[Listener]], a
             continue  # its own port for counters has no such paths
         assert "401" in status or "405" in status, reply
     assert "200" in ask([f"{engine.port} GET /health"])[0]
+
+
+def test_the_gateway_of_the_agents_refuses_whoever_has_no_session(sockets: dict[str, list[Listener]]) -> None:
+    requests = [f"{port} POST /v1/chat/completions" for _, _, port in sockets["manager"]]
+    spoken = [reply for reply in as_a_stranger(requests) if "HTTP/1.1" in reply]  # Ray's workers listen for gRPC
+    assert len(spoken) == 1
+    assert "401" in spoken[0].split(), spoken
+
+
+def test_the_trainer_finds_the_log_probs_of_both_turns(run: Run) -> None:
+    differences = read_metric(run.run_dir, "train/train_rollout_logprob_abs_diff")
+    assert differences
+    assert max(differences.values()) <= 1e-5
+    assert set(read_metric(run.run_dir, "agent/trained_token_share").values()) == {1.0}
 
 
 def test_the_second_key_is_for_weights(sockets: dict[str, list[Listener]]) -> None:

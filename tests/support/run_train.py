@@ -199,6 +199,15 @@ class Run:
         self._reader.join(10)
         return Finished(self.process.returncode, self.output, self.run_dir, time.monotonic() - self.started)
 
+    def finish_after_signal(self, timeout_s: float, returncode: int) -> Finished:
+        """Wait for the end; fail unless it comes with ``returncode``, without a traceback, and nothing is left."""
+        finished = self.finish(timeout_s)
+        assert finished.returncode == returncode
+        assert "Traceback" not in finished.output
+        assert "SystemError" not in finished.output
+        self.assert_nothing_left(5)
+        return finished
+
     def send(self, signum: signal.Signals) -> None:
         """Send a signal to the driver process alone."""
         self.process.send_signal(signum)
