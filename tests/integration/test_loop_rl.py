@@ -99,7 +99,7 @@ def test_every_prompt_is_used_once(whole):
 
 @pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_replayed_rollouts_give_the_same_weights_without_engines(whole, flags, tmp_path, killed):
-    """Also when the run is killed and resumed: on every change, test_loop_sft.py resumes to the bit."""
+    """Also when the run is killed and resumed. On every change: a resume to the bit in test_trainer_resume.py."""
     run, root = whole
     command = [*flags, *saving(tmp_path), "--load-debug-rollout-data", str(root / "dumps" / "{rollout_id}.pt")]
     if killed:

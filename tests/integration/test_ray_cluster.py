@@ -118,7 +118,7 @@ def test_job_submit(head, model, tmp_path):
 
 @pytest.mark.soak
 def test_stopping_a_submitted_job_ends_the_run(head, model, tmp_path):
-    """It sends SIGTERM. On every change: SIGTERM in test_loop_sft.py, what is left on a cluster above."""
+    """It sends SIGTERM. On every change: SIGINT in test_run_security.py, what is left on a cluster above."""
     flags = [*sft_flags(model, sft_file(tmp_path / "sft.jsonl")), "--num-rollout", "100000"]
     flags += ["--run-dir", str(tmp_path / "run"), "--skip-first-look"]
     name = "to-be-stopped"

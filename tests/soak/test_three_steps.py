@@ -1,6 +1,7 @@
 """Every algorithm trains three rollouts through ``train.py``; its metrics are there, finite, and they move.
 
-On every change GRPO, PPO, SFT and OPD do: tests/integration/test_loop_rl.py, _ppo.py, _sft.py, test_trainer_passes.py.
+On every change GRPO, PPO, SFT and OPD do: tests/integration/test_loop_rl.py, _ppo.py, test_quickstart.py,
+test_trainer_passes.py.
 """
 
 from __future__ import annotations

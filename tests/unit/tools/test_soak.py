@@ -69,7 +69,11 @@ def runs_on_every_change(path: Path) -> bool:
     whole = r"(?<!marks=pytest\.)mark\.soak"  # not that of a case
     body = ast.parse(path.read_text()).body
     modules = [ast.unparse(node) for node in body if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)]
-    tests = [node for node in body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+    tests = [
+        node
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    ]
     marks = [" ".join([*modules, *map(ast.unparse, node.decorator_list)]) for node in tests]
     return any(not re.search(whole, mark) for mark in marks)
 
@@ -78,7 +82,7 @@ def test_what_is_said_to_run_on_every_change_does() -> None:
     """Files with tests in soak name those that protect the same claim meanwhile."""
     folder, wrong = soak.ROOT / "tests", {}
     for path in folder.rglob("*.py"):
-        for sentence in re.findall(r"On every change(.*?)(?:\"\"\"|\n\n)", path.read_text(), re.S):
+        for sentence in re.findall(r"[Oo]n every change(.*?)(?:\"\"\"|\n\n)", path.read_text(), re.S):
             for name in re.findall(r"\b(?:test)?_\w+\.py", sentence):
                 found = [file for file in folder.rglob(f"*{name}") if "soak" not in file.relative_to(folder).parts]
                 if not any(map(runs_on_every_change, found)):
