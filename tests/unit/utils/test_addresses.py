@@ -175,24 +175,25 @@ import sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from slime.utils.distributed_utils import init_process_group
-where, rank = sys.argv[1:]
-group = init_process_group("gloo", where, timedelta(seconds=20), world_size=2, rank=int(rank), group_name="g")
-x = torch.ones(3)
-dist.all_reduce(x, group=group)
-print(x.sum().item())
+rank, *places = sys.argv[1:]
+for name, where in enumerate(places):
+    group = init_process_group("gloo", where, timedelta(seconds=20), 2, int(rank), group_name=str(name))
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    print(x.sum().item())
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["file", "127.0.0.1", "::1"])
-def test_two_ranks_meet(kind: str, tmp_path: Path) -> None:
-    where = f"file://{tmp_path}/store" if kind == "file" else f"tcp://{join_address(kind, free_port(kind))}"
+def test_two_ranks_meet_in_a_file_and_at_addresses_of_both_families(tmp_path: Path) -> None:
+    places = [f"tcp://{join_address(host, free_port(host))}" for host in ("127.0.0.1", "::1")]
+    places.append(f"file://{tmp_path}/store")
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", RANK, where, str(rank)], env=env, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", RANK, str(rank), *places], env=env, stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["6.0\n", "6.0\n"]
+    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["6.0\n" * 3] * 2
 
 
 def test_a_name_may_mean_something_else_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
