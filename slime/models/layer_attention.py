@@ -1,11 +1,13 @@
-"""Softmax attention that differs from layer to layer (Gemma 3 and 4): windows, heads, rotary frequencies.
+"""Softmax attention that differs from layer to layer (Gemma 3 and 4, gpt-oss): windows, heads, rotary frequencies.
 
 No Megatron flag describes these; they are read from ``config.json``.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.models import hf_fields
@@ -13,6 +15,7 @@ from slime.models import hf_fields
 Config = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 ACTIVATION = "gelu_pytorch_tanh"
+GPT_OSS = "gpt_oss"
 
 
 class Rotary(NamedTuple):
@@ -27,14 +30,15 @@ class LayerAttention(NamedTuple):
     """The attention of one layer.
 
     ``window``: how many tokens a query sees at most, its own included; None for all before it. ``keys_are_values``:
-    values are the keys before their norm, and no weights of the layer are for values.
+    values are the keys before their norm, and no weights of the layer are for values. ``rotary``: None where all layers
+    have the frequencies of the model.
     """
 
     window: int | None
     groups: int
     head_dim: int
     keys_are_values: bool
-    rotary: Rotary
+    rotary: Rotary | None
 
 
 def layer_attention(config: Config) -> tuple[LayerAttention, ...]:
@@ -44,6 +48,21 @@ def layer_attention(config: Config) -> tuple[LayerAttention, ...]:
     by_kind = {kind: _of_kind(config, kind) for kind in (SLIDING, FULL)}
     kinds = config.get("layer_types") or _kinds(config)
     return tuple(by_kind[kind] for kind in kinds)
+
+
+def config_and_layers(checkpoint: str, layers: int) -> tuple[Config, tuple[LayerAttention, ...]]:
+    """Return the text part of the checkpoint's ``config.json`` and its layers, of which there are to be ``layers``.
+
+    Raises ValueError for another number, and for what is not built.
+    """
+    path = Path(checkpoint) / "config.json"
+    config = hf_fields.text_part(json.loads(path.read_text()))
+    found = layer_attention(config)
+    if len(found) != layers:
+        raise ValueError(f"{path} has {len(found)} layers of these families, --num-layers is {layers}")
+    if problem := not_built(config):
+        raise ValueError(f"{path} has {problem}, which slime does not build")
+    return config, found
 
 
 def _kinds(config: Config) -> list[str]:
@@ -60,7 +79,8 @@ def _of_kind(config: Config, kind: str) -> LayerAttention:
     if shared:
         groups = int(config.get("num_global_key_value_heads") or groups)
     window = int(config["sliding_window"]) if sliding else None
-    return LayerAttention(window, groups, dim, shared, _rotary(config, kind, dim))
+    rotary = None if config["model_type"] == GPT_OSS else _rotary(config, kind, dim)
+    return LayerAttention(window, groups, dim, shared, rotary)
 
 
 def _rotary(config: Config, kind: str, dim: int) -> Rotary:
@@ -82,6 +102,20 @@ def _rope(config: Config, kind: str) -> Config:
     return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
 
 
+def yarn(config: Config) -> dict[str, Any]:
+    """Return the settings of YaRN that Megatron's rotary embedding of that name takes, under its names."""
+    stated = config.get("rope_parameters") or config["rope_scaling"]
+    return {
+        "rotary_scaling_factor": float(stated["factor"]),
+        "original_max_position_embeddings": int(stated["original_max_position_embeddings"]),
+        "beta_fast": float(stated.get("beta_fast") or 32.0),
+        "beta_slow": float(stated.get("beta_slow") or 1.0),
+        "mscale": None,
+        "mscale_all_dim": None,
+        "correction_range_round_to_int": bool(stated.get("truncate", True)),
+    }
+
+
 def shared_heads(layers: Iterable[LayerAttention]) -> tuple[int, int]:
     """Return key heads, and size per head, of the layers whose values are their keys; (0, 0) without such layers."""
     return next(((layer.groups, layer.head_dim) for layer in layers if layer.keys_are_values), (0, 0))
@@ -91,6 +125,8 @@ def not_built(config: Config) -> str | None:
     """Return what a model of these families has that slime does not build; None where it builds it."""
     if config.get("model_type") not in hf_fields.LAYERS_DIFFER:
         return None
+    if config["model_type"] == GPT_OSS:
+        return _gpt_oss_not_built(config)
     has, own_values = config.get, not config.get("attention_k_eq_v")
     kinds = {_rope(config, kind)["rope_type"] for kind in (SLIDING, FULL)} - {"default", "linear", "proportional"}
     activation = has("hidden_activation", ACTIVATION)
@@ -116,5 +152,24 @@ def not_built(config: Config) -> str | None:
         (has("attention_bias"), "biases in attention (attention_bias)"),
         (activation != ACTIVATION, f"the activation {activation} (hidden_activation)"),
         (kinds, f"rotary embeddings of the type {', '.join(sorted(kinds))}"),
+    )
+    return next((what for found, what in reasons if found), None)
+
+
+def _gpt_oss_not_built(config: Config) -> str | None:
+    quantization = (config.get("quantization_config") or {}).get("quant_method")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    reasons = (
+        (
+            quantization is not None,
+            f"experts in {str(quantization).upper()} (quantization_config); trainers load bf16: save what transformers "
+            "makes of it with AutoModelForCausalLM.from_pretrained(path, dtype='bfloat16', "
+            "quantization_config=Mxfp4Config(dequantize=True)) with save_pretrained",
+        ),
+        (kind != "yarn", f"rotary embeddings of the type {kind}"),
+        (rope.get("attention_factor") is not None or rope.get("mscale"), "an attention factor of its own (YaRN)"),
+        (not config.get("attention_bias", True), "no biases in attention (attention_bias false)"),
+        (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')} (hidden_act)"),
     )
     return next((what for found, what in reasons if found), None)

@@ -130,7 +130,7 @@ def _size_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
     yield ModelFlag("size", "--ffn-hidden-size", ffn, "intermediate_size", checked=not no_dense_layer)
     if family is not None:
         yield ModelFlag("size", "--swiglu", True)
-        yield ModelFlag("size", "--disable-bias-linear", True)
+        yield ModelFlag("size", "--disable-bias-linear", not family.get("linear_bias"))
 
 
 def _norm_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:

@@ -15,10 +15,11 @@ def dense_attention(
     *,
     causal: bool = True,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return ``[t, n, dv]`` for packed ``q [t, n, d]``, ``k [t, g, d]``, ``v [t, g, dv]``; ``g`` divides ``n``.
 
-    ``window``: a causal query sees the last so many keys, its own included.
+    ``window``: a causal query sees the last so many keys, its own included. ``sinks [n]``: one more score per head.
     """
     q, k, v = q.double(), k.double(), v.double()
     heads = q.size(1) // k.size(1)
@@ -32,7 +33,10 @@ def dense_attention(
     out = []
     for head in range(q.size(1)):
         scores = q[:, head] @ k[:, head // heads].T / math.sqrt(q.size(-1))
-        out.append(scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v[:, head // heads])
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[head].expand(len(scores), 1)], 1)
+        out.append(scores.softmax(-1)[:, : len(v)] @ v[:, head // heads])
     return torch.stack(out, dim=1)
 
 

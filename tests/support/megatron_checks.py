@@ -129,7 +129,8 @@ def attention_config(**overrides: Any) -> SimpleNamespace:
         "softmax_type": "vanilla", "window_size": None, "window_attn_skip_freq": None, "qk_clip": False,
         "log_max_attention_logit": False,
         "hierarchical_context_parallel_sizes": None, "hybrid_context_parallel": False, "kv_channels": 8,
-        "attention_dropout": 0.0, "sequence_parallel": False,
+        "attention_dropout": 0.0, "sequence_parallel": False, "num_attention_heads": 4, "params_dtype": torch.float32,
+        "use_cpu_initialization": True, "perform_initialization": False,
     }  # fmt: skip
     return SimpleNamespace(**{**values, **overrides})
 

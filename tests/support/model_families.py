@@ -57,6 +57,13 @@ GEMMA4 = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
     },
 }  # fmt: skip
+GPT_OSS = {
+    "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "truncate": False, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
 SHARED_EXPERT = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "norm_topk_prob": True,
@@ -129,6 +136,7 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4-whole": Tiny(  # with a key head for two tensor-parallel ranks
         "gemma4_text", {**GEMMA4, "num_global_key_value_heads": 1}, {}, ("model.vision_tower.norm.weight",), "gemma4"
     ),
+    "gpt_oss": Tiny("gpt_oss", GPT_OSS, {"swiglu_limit": 7.0}),
     "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # by mbridge
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
     "qwen3_5": Tiny("qwen3_5_text", {**HYBRID, "tie_word_embeddings": True}, INTERVAL),
@@ -193,8 +201,10 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
     tensors = {}
     for name, tensor in load_file(path).items():
         noise = torch.randn(tensor.shape, generator=generator)
-        around_one = "norm" in name or "scalar" in name
+        around_one = "norm" in name or "scalar" in name or "sinks" in name
         tensors[name] = 1 + 0.3 * noise if around_one else 0.3 * noise if "bias" in name else 0.15 * noise
+        if name.endswith("gate_up_proj_bias"):  # some of gpt-oss's gates are clamped, at 7
+            tensors[name] *= 14
     if tiny.whole:
         stored = tensors if tiny.whole == "kimi_k25" else stacked_experts(tensors)
         tensors = in_a_whole_model(stored, tiny.whole)
@@ -296,6 +306,8 @@ def _interleave_indexers(model: torch.nn.Module) -> None:
 def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Take the experts apart that transformers stacks when it loads them."""
     names = ("gate_proj", "up_proj", "down_proj")
+    if model_type == "gpt_oss":  # whose checkpoints have them stacked, too
+        return gradients
     if model_type in ("minimax_m2", "mixtral"):
         names = ("w1", "w3", "w2")
         gradients = {name.replace(".mlp.", ".block_sparse_moe."): gradient for name, gradient in gradients.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import os
 from typing import Any
 
@@ -34,6 +34,7 @@ def compare(cases: dict[str, dict[str, Any]], *, in_float64: bool, tensor_size: 
 
 
 def _differences(fields: dict[str, Any]) -> dict[str, float]:
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
@@ -42,7 +43,8 @@ def _differences(fields: dict[str, Any]) -> dict[str, float]:
 
     from slime.backends.megatron_utils.model.experts import GroupedExperts
 
-    functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+    functions = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu, "quick_gelu": quick_gelu}
+    kinds = ("weight", "bias") if fields.get("add_bias_linear") else ("weight",)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=HIDDEN,
@@ -50,25 +52,29 @@ def _differences(fields: dict[str, Any]) -> dict[str, float]:
         num_moe_experts=EXPERTS,
         moe_ffn_hidden_size=FFN,
         ffn_hidden_size=FFN,
-        add_bias_linear=False,
         params_dtype=torch.float32,
         use_cpu_initialization=True,
         gradient_accumulation_fusion=False,
-        **{**fields, "activation_func": functions[fields["activation_func"]]},
+        **{**fields, "add_bias_linear": False, "activation_func": functions[fields["activation_func"]]},
     )
+    config.add_bias_linear = "bias" in kinds  # Megatron refuses them where ranks divide experts
     groups = ProcessGroupCollection.use_mpu_process_groups()
     ours = GroupedExperts(EXPERTS, config, pg_collection=groups)
-    unfused = dataclasses.replace(config, bias_activation_fusion=False)
+    unfused = copy.copy(config)
+    unfused.bias_activation_fusion = False
     theirs = SequentialMLP(
         EXPERTS, unfused, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear), groups
     )
     generator = torch.Generator().manual_seed(0)
     for e, expert in enumerate(theirs.local_experts):
+        # Megatron adds the bias in place to what is a view of a function's output without CUDA.
+        expert.linear_fc2.register_forward_hook(lambda module, inputs, output: (output[0].clone(), output[1]))
         for linear in ("linear_fc1", "linear_fc2"):
-            weight = getattr(expert, linear).weight
-            value = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-            weight.data.copy_(value)
-            getattr(getattr(ours, linear), f"weight{e}").data.copy_(value)
+            for kind in kinds:
+                weight = getattr(getattr(expert, linear), kind)
+                value = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+                weight.data.copy_(value)
+                getattr(getattr(ours, linear), f"{kind}{e}").data.copy_(value)
     counts = torch.tensor([9, 0, TOKENS - 10, 1])
     rows = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=weight.dtype)
     probs = torch.rand(TOKENS, generator=generator, dtype=weight.dtype)
@@ -82,9 +88,10 @@ def _differences(fields: dict[str, Any]) -> dict[str, float]:
         results.append({"output": output.detach(), "rows": hidden.grad, "probs": scale.grad})
     for e, expert in enumerate(theirs.local_experts):
         for linear in ("linear_fc1", "linear_fc2"):
-            results[0][f"{linear}.{e}"] = getattr(getattr(ours, linear), f"weight{e}").grad
-            results[1][f"{linear}.{e}"] = getattr(expert, linear).weight.grad
-    assert not results[0]["linear_fc1.1"].any()  # of an expert without rows
+            for kind in kinds:
+                results[0][f"{linear}.{kind}{e}"] = getattr(getattr(ours, linear), f"{kind}{e}").grad
+                results[1][f"{linear}.{kind}{e}"] = getattr(getattr(expert, linear), kind).grad
+    assert not results[0]["linear_fc1.weight1"].any()  # of an expert without rows
     found = {name: _apart(value, results[1][name]) for name, value in results[0].items()}
     found["checkpoint"] = 0.0 if _places(ours) == _places(theirs) else 1.0
     return found

@@ -165,7 +165,6 @@ TRAITS: dict[str, Traits] = {
     "transformer_impl": Traits(gpu_values=("transformer_engine", "inference_optimized")),
     "moe_router_fusion": Traits(fused_kernel=True),
     # attention of TransformerEngine's alone
-    "softmax_type": Traits(needs_te=True),
     "qk_clip": Traits(not_yet=True, needs_te=True),
     # a dense model with one of these is a mistake; other flags of experts are only idle there
     "moe_ffn_hidden_size": _EXPERTS,

@@ -21,11 +21,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
@@ -168,13 +173,27 @@ def _cumulative(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
     return F.pad(torch.tensor(lengths, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def windowed_segment(segment: Segment, window: int, *, scale: float, dropout_p: float = 0.0) -> torch.Tensor:
+def with_sinks(segment: Segment, sinks: torch.Tensor, scale: float) -> Segment:
+    """Return the segment with one more key in front, of the value 0 and the score ``sinks [n]`` for every query.
+
+    A causal query sees it as it sees any key before its own. Queries and keys get 8 more channels (kernels want whole
+    multiples), of which one is used: that of a query holds its head's sink, that of a key 1 for the new one, else 0.
+    """
+    scores = F.pad((sinks / scale)[:, None], (0, 7)).to(segment.q.dtype).expand(*segment.q.shape[:-1], 8)
+    keys = F.pad(segment.k, (0, 8, 0, 0, 1, 0))
+    keys[:, 0, :, segment.k.size(-1)] = 1
+    return Segment(torch.cat([segment.q, scores], -1), keys, F.pad(segment.v, (0, 0, 0, 0, 1, 0)))
+
+
+def windowed_segment(
+    segment: Segment, window: int, *, scale: float, dropout_p: float = 0.0, sink: bool = False
+) -> torch.Tensor:
     """Return the causal attention ``[b * sq, n, dv]`` of queries that see the last ``window`` keys, theirs included.
 
     Taken in blocks of queries, each with the keys that any of them sees: work and masks grow with ``sq`` times the
-    window, not with ``sq`` times ``sk``.
+    window, not with ``sq`` times ``sk``. ``sink``: every query sees the first key, beside those of the window.
     """
-    queries, keys = segment.q.size(1), segment.k.size(1)
+    queries, keys = segment.q.size(1), segment.k.size(1) - sink
     if keys <= window:
         return sdpa_segment(segment, causal=True, scale=scale, dropout_p=dropout_p)
     before, blocks = keys - queries, []
@@ -184,13 +203,18 @@ def windowed_segment(segment: Segment, window: int, *, scale: float, dropout_p: 
         seen = slice(first, before + end)
         positions = torch.arange(first, before + end, device=segment.q.device)
         distance = positions[before + start - first :, None] - positions
-        q, k, v = (x.transpose(1, 2) for x in (segment.q[:, start:end], segment.k[:, seen], segment.v[:, seen]))
+        k, v = segment.k[:, seen], segment.v[:, seen]
+        mask = (distance >= 0) & (distance < window)
+        if sink:
+            k, v = (torch.cat([x[:, :1], x[:, 1:][:, seen]], 1) for x in (segment.k, segment.v))
+            mask = F.pad(mask, (1, 0), value=True)
+        q, k, v = (x.transpose(1, 2) for x in (segment.q[:, start:end], k, v))
         blocks.append(
             F.scaled_dot_product_attention(
                 q,
                 k,
                 v,
-                attn_mask=(distance >= 0) & (distance < window),
+                attn_mask=mask,
                 scale=scale,
                 enable_gqa=q.size(1) != k.size(1),
                 dropout_p=dropout_p,
@@ -200,15 +224,25 @@ def windowed_segment(segment: Segment, window: int, *, scale: float, dropout_p: 
 
 
 def attend(
-    segments: Sequence[Segment], *, causal: bool, scale: float, dropout_p: float = 0.0, window: int | None = None
+    segments: Sequence[Segment],
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float = 0.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the outputs of all segments, one after the other: ``[sum(b * sq), n, dv]``.
 
-    ``window``: how many keys a query sees at most, the last ones, its own included; of causal attention.
+    ``window``: how many keys a query sees at most, the last ones, its own included; of causal attention. ``sinks
+    [n]``: a head's share of the softmax beside the keys', ``exp(sink)``, which adds nothing to the output.
     """
-    if not flash_takes(segments, dropout_p=dropout_p):
+    sink = sinks is not None
+    if sinks is not None:
+        segments = [with_sinks(segment, sinks, scale) for segment in segments]
+    if sink or not flash_takes(segments, dropout_p=dropout_p):
         if window is not None:
-            return _joined([windowed_segment(s, window, scale=scale, dropout_p=dropout_p) for s in segments])
+            return _joined([windowed_segment(s, window, scale=scale, dropout_p=dropout_p, sink=sink) for s in segments])
         return _joined([sdpa_segment(s, causal=causal, scale=scale, dropout_p=dropout_p) for s in segments])
     left = -1 if window is None else window - 1  # kernels count the keys before a query's own
     q_lengths, k_lengths = (tuple(len(run) for s in segments for run in getattr(s, name)) for name in "qk")
@@ -289,9 +323,10 @@ def sequence_lengths(packed_seq_params: PackedSeqParams) -> list[int]:
 class TorchCoreAttention(MegatronModule):
     """Drop-in for megatron's ``DotProductAttention``; see the module's docstring.
 
-    With ``--window-size`` a query of the layers that ``--window-attn-skip-freq`` names sees only the last tokens.
-    Raises ValueError at construction for options it has no implementation of (learnable softmax offset,
-    attention-logit logging, windows without a causal mask), naming the flag.
+    With ``--window-size`` a query of the layers that ``--window-attn-skip-freq`` names sees only the last tokens. With
+    ``--softmax-type`` the softmax has one entry more, of a score that is 0 or a parameter of the head (a sink), which
+    no kernel of flash takes. Raises ValueError at construction for options it has no implementation of
+    (attention-logit logging, windows without a causal mask), naming the flag.
     """
 
     def __init__(
@@ -328,6 +363,40 @@ class TorchCoreAttention(MegatronModule):
                     "windows of tokens before the current one, of causal attention: give 0 as the second number"
                 )
             self.window = left + 1 if left >= 0 else None
+        self.softmax_offset: torch.Tensor | None
+        self._add_sinks(pg_collection)
+
+    def _add_sinks(self, groups: ProcessGroupCollection) -> None:
+        """Make ``softmax_offset``, ``[heads of this rank]`` or None; its name and keys are those of Megatron's own."""
+        config, self.tp_group = self.config, groups.tp
+        if config.softmax_type == "vanilla":
+            self.softmax_offset = None
+            return
+        device = "cpu" if config.use_cpu_initialization else accelerator.current_device()
+        zeros = torch.zeros(config.num_attention_heads // groups.tp.size(), dtype=config.params_dtype, device=device)
+        if config.softmax_type == "off-by-one":
+            self.register_buffer("softmax_offset", zeros, persistent=False)
+            return
+        self.softmax_offset = torch.nn.Parameter(zeros)
+        set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork():
+                config.init_method(self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> Any:
+        """Return the sinks, where there are any, cut over the tensor-parallel ranks."""
+        if not isinstance(self.softmax_offset, torch.nn.Parameter):
+            return {}
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -355,8 +424,9 @@ class TorchCoreAttention(MegatronModule):
             query, key, value = (x.transpose(0, 1).reshape(batch * length, *x.shape[2:]) for x in (query, key, value))
         segments = self._segments(query, key, value, lengths, causal)
         dropout_p = self.dropout_p if self.training else 0.0
+        options: dict[str, Any] = {"window": self.window, "sinks": self.softmax_offset}
         with self._dropout_generator(dropout_p):
-            out = attend(segments, causal=causal, scale=self.scale, dropout_p=dropout_p, window=self.window)
+            out = attend(segments, causal=causal, scale=self.scale, dropout_p=dropout_p, **options)
         if batch is None:
             return out.reshape(out.size(0), 1, -1)
         return out.reshape(batch, -1, out.size(1) * out.size(2)).transpose(0, 1).contiguous()

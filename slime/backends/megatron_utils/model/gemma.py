@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +20,7 @@ from torch.nn import functional as F
 from slime.arguments.args import Args
 from slime.backends.megatron_utils.model.layer_specs import PostNormTransformerLayer, decoder_block_spec
 from slime.backends.megatron_utils.model.provider import gpt_model
-from slime.models import hf_fields
-from slime.models.layer_attention import LayerAttention, Rotary, layer_attention, not_built, shared_heads
+from slime.models.layer_attention import LayerAttention, Rotary, config_and_layers, shared_heads
 
 if TYPE_CHECKING:
     from megatron.core.transformer.attention import SelfAttentionSubmodules
@@ -73,6 +70,7 @@ class LayerSelfAttention(SelfAttention):
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any) -> Any:
         """Return what the base class does, with other rotary angles than those of the model."""
         given = kwargs.pop("rotary_pos_emb")
+        assert self.own.rotary is not None
         angles = rotary_angles(self.own.rotary, self.own.head_dim, given.size(0), given.device)
         return super().forward(hidden_states, attention_mask, rotary_pos_emb=(angles, angles), **kwargs)
 
@@ -139,13 +137,7 @@ def gemma_model(
     Its logits are those before ``final_logit_softcapping``, which is applied where log-probs are taken. Raises
     ValueError for a checkpoint of another number of layers, and for what is not built (``not_built``).
     """
-    path = Path(args.hf_checkpoint) / "config.json"
-    found = hf_fields.text_part(json.loads(path.read_text()))
-    layers = layer_attention(found)
-    if len(layers) != config.num_layers:
-        raise ValueError(f"{path} has {len(layers)} layers of these families, --num-layers is {config.num_layers}")
-    if problem := not_built(found):
-        raise ValueError(f"{path} has {problem}, which slime does not build")
+    found, layers = config_and_layers(args.hf_checkpoint, config.num_layers)
     config.activation_func, config.bias_activation_fusion = functools.partial(F.gelu, approximate="tanh"), False
     config.shared_heads = shared_heads(layers)
     config.hetereogenous_dist_checkpoint = any(config.shared_heads)  # Megatron's word: layers are not stacked

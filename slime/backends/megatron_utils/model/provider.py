@@ -158,10 +158,12 @@ def gpt_model(
     post_process: bool = True,
     vp_stage: int | None = None,
     model_class: Callable[..., torch.nn.Module] | None = None,
+    positions: str | None = None,
 ) -> torch.nn.Module:
     """Return one stage of megatron's GPTModel; its logits stay split over the tensor-parallel ranks.
 
     The last stage holds the layers of ``--mtp-num-layers``. ``model_class`` is built in its place, without them.
+    ``positions``: Megatron's kind of position embedding, where it is not that of the flags.
     """
     from megatron.core.models.gpt import GPTModel
 
@@ -181,7 +183,7 @@ def gpt_model(
         post_process=post_process,
         parallel_output=True,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=_position_embedding_type(args),
+        position_embedding_type=positions or _position_embedding_type(args),
         vp_stage=vp_stage,
         **rope_settings(args),
     )
@@ -369,7 +371,12 @@ def transformer_config_from_args(args: Args) -> Any:
     if off:
         logger.info("disabled, kernel not available here: %s", ", ".join(off))
     values.update(dict.fromkeys(without, False))
-    return config_class(**values)
+    biased = bool(values.get("add_bias_linear") and values.get("num_moe_experts")) and not HAVE_TE
+    if biased:  # Megatron refuses biases of experts that ranks divide, which ours take
+        values["add_bias_linear"] = False
+    config = config_class(**values)
+    config.add_bias_linear = config.add_bias_linear or biased
+    return config
 
 
 def _has_module(name: str) -> bool:

@@ -84,6 +84,28 @@ def test_windows(lengths: list[int], window: int) -> None:
     _check(out, inputs, lengths, grad, True, window)
 
 
+@pytest.mark.parametrize("window", [None, 3, 150])
+@pytest.mark.parametrize("lengths", [[7], [5, 1, 9], [2, 0, 3], [300, 12, 400, 400]])
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+def test_sinks(kind: str, lengths: list[int], window: int | None) -> None:
+    *inputs, grad = _tensors(sum(lengths), 4, 2)
+    inputs = [x.requires_grad_() for x in inputs]
+    module = _module(softmax_type=kind, window_size=window and (window - 1, 0))
+    if kind == "learnable":
+        module.softmax_offset.data.copy_(torch.tensor([-1.0, 0.0, 1.0, 2.0]))
+    sinks = module.softmax_offset.detach().double().requires_grad_()
+    out = module(*inputs, packed_seq_params=_params(lengths))
+    out.backward(grad.reshape(out.shape))
+    reference = [x.detach().double().requires_grad_() for x in inputs]
+    expected = dense_attention(*reference, lengths, window=window, sinks=sinks)
+    expected.backward(grad.double())
+    torch.testing.assert_close(out.detach().double().reshape(expected.shape), expected.detach(), atol=2e-6, rtol=1e-5)
+    for seen, wanted in zip(inputs, reference, strict=True):
+        torch.testing.assert_close(seen.grad.double(), wanted.grad, atol=5e-6, rtol=1e-5)
+    if kind == "learnable":
+        torch.testing.assert_close(module.softmax_offset.grad.double(), sinks.grad, atol=1e-5, rtol=1e-5)
+
+
 def test_a_window_makes_no_mask_of_queries_times_keys() -> None:
     """A block of 128 queries with a window of 5 sees 132 keys at most."""
     q, k, v, _ = _tensors(1000, 4, 2)
@@ -289,7 +311,6 @@ def test_flash_is_left_alone_for_cpu_and_fp32_tensors() -> None:
 @pytest.mark.parametrize(
     ("config", "flag"),
     [
-        ({"softmax_type": "learnable"}, "--softmax-type"),
         ({"qk_clip": True}, "--qk-clip"),
     ],
 )

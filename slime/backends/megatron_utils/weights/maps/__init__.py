@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, qwen3_5, vision
+from slime.backends.megatron_utils.weights.maps import deepseek_v3, families, glm4, gpt_oss, qwen3_5, vision
 from slime.backends.megatron_utils.weights.maps.bridged import bridged_family
 from slime.backends.megatron_utils.weights.maps.rule import Family, Rule
 from slime.models.bridges import bridged_families
@@ -25,6 +25,7 @@ FAMILIES: tuple[Family, ...] = (
     *qwen3_5.FAMILIES,
     families.GEMMA3,
     families.GEMMA4,
+    gpt_oss.FAMILY,
     vision.QWEN3_VL,
     vision.QWEN3_VL_MOE,
     vision.QWEN2_5_VL,

@@ -87,13 +87,14 @@ def routed_experts(prefix: str = "mlp.experts.{expert}.", names: tuple[str, str,
     """
     gate, up, down = (f"{prefix}{name}.weight" for name in names)
     return (
-        layer_rule(_expert_names("linear_fc1"), (gate, up), GateUp()),
-        layer_rule(_expert_names("linear_fc2"), (down,), RowParallel()),
+        layer_rule(expert_names("linear_fc1"), (gate, up), GateUp()),
+        layer_rule(expert_names("linear_fc2"), (down,), RowParallel()),
     )
 
 
-def _expert_names(linear: str) -> tuple[str, str]:
-    return f"mlp.experts.{linear}.weight{{expert}}", f"mlp.experts.local_experts.{{expert}}.{linear}.weight"
+def expert_names(linear: str, kind: str = "weight") -> tuple[str, str]:
+    """Return both names of a parameter of a routed expert; ``kind``: ``weight`` or ``bias``."""
+    return f"mlp.experts.{linear}.{kind}{{expert}}", f"mlp.experts.local_experts.{{expert}}.{linear}.{kind}"
 
 
 def stacked_experts(gate_up: Layout, down: Layout) -> tuple[Rule, ...]:
@@ -102,8 +103,8 @@ def stacked_experts(gate_up: Layout, down: Layout) -> tuple[Rule, ...]:
     ``gate_up`` and ``down`` are the layouts of one expert.
     """
     return (
-        layer_rule(_expert_names("linear_fc1"), ("mlp.experts.gate_up_proj",), gate_up),
-        layer_rule(_expert_names("linear_fc2"), ("mlp.experts.down_proj",), down),
+        layer_rule(expert_names("linear_fc1"), ("mlp.experts.gate_up_proj",), gate_up),
+        layer_rule(expert_names("linear_fc2"), ("mlp.experts.down_proj",), down),
     )
 
 

@@ -12,7 +12,9 @@ from slime.backends.megatron_utils.weights.layouts import Layout
 LAYER, EXPERT, BLOCK = "{layer}", "{expert}", "{block}"
 _LAYER_NUMBER = re.compile(r"(?:(?<=\blayers\.)|(?<=\bmtp_layers\.))\d+(?=\.)")
 # One module per expert (`experts.3.`, `local_experts.3.`), or one grouped module with a weight per expert (`weight3`).
-_EXPERT_NUMBER = re.compile(r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.weight)\d+$")
+_EXPERT_NUMBER = re.compile(
+    r"(?<=experts\.)\d+(?=\.)|(?<=experts\.linear_fc\d\.weight)\d+$|(?<=experts\.linear_fc\d\.bias)\d+$"
+)
 _BLOCK_NUMBER = re.compile(r"(?:(?<=\bvisual\.blocks\.)|(?<=\bdeepstack_merger_list\.))\d+(?=\.)")
 
 
