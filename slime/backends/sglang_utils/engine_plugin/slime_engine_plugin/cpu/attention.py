@@ -2,8 +2,8 @@
 
 Prefill is grouped by (new, cached) length (``prefill.py``); decoding goes over kept copies of keys and values, or
 gathers them when the copies would take more memory than the KV pool (``kv_mirror.py``). Whatever is not plain causal
-self-attention of one pool is left to SGLang: cross attention, sliding windows, latent attention, quantized caches,
-speculation, pipeline stages.
+self-attention of one pool is left to SGLang: cross attention, sliding windows and sinks (of which ``windows.py`` has
+some), latent attention, quantized caches, speculation, pipeline stages.
 """
 
 from __future__ import annotations
@@ -99,11 +99,12 @@ class BatchedAttention(TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        **sinks: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of one new token per sequence."""
-        plan = self._plan
-        if isinstance(plan, Prefill) or plan is None or not (save_kv_cache and self._is_plain_layer(layer, q, k)):
-            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache)
+        plan, plain = self._plan, save_kv_cache and not sinks and self._is_plain_layer(layer, q, k)
+        if isinstance(plan, Prefill) or plan is None or not plain:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **sinks)
         query, key, value, pool = self._store(q, k, v, layer, forward_batch)
         if isinstance(plan, DecodeStep):
             output = self._mirror.attend(plan, layer.layer_id, query, key, value, pool, layer.scaling)
@@ -119,11 +120,12 @@ class BatchedAttention(TorchNativeAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         save_kv_cache: bool = True,
+        **sinks: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of all new tokens of sequences."""
-        plan = self._plan
-        if not (isinstance(plan, Prefill) and save_kv_cache and self._is_plain_layer(layer, q, k)):
-            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache)
+        plan, plain = self._plan, save_kv_cache and not sinks and self._is_plain_layer(layer, q, k)
+        if not (isinstance(plan, Prefill) and plain):
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **sinks)
         query, key, value, pool = self._store(q, k, v, layer, forward_batch)
         return plan.attend(query, key, value, pool, layer.scaling, self._work).view(q.shape)
 
