@@ -163,9 +163,8 @@ def _gpt_oss_not_built(config: Config) -> str | None:
     reasons = (
         (
             quantization is not None,
-            f"experts in {str(quantization).upper()} (quantization_config); trainers load bf16: save what transformers "
-            "makes of it with AutoModelForCausalLM.from_pretrained(path, dtype='bfloat16', "
-            "quantization_config=Mxfp4Config(dequantize=True)) with save_pretrained",
+            f"weights in {str(quantization).upper()} (quantization_config; `python -m tools.convert to-bf16` makes them "
+            "bf16, which trainers load)",
         ),
         (kind != "yarn", f"rotary embeddings of the type {kind}"),
         (rope.get("attention_factor") is not None or rope.get("mscale"), "an attention factor of its own (YaRN)"),

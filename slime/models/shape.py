@@ -100,7 +100,7 @@ class ModelShape:
     """Sizes of a GPT model in Megatron's vocabulary. ``vocab`` is padded, ``vocab_unpadded`` the checkpoint's.
 
     ``fused_gate``: gated units can be fused, as SwiGLU is. ``qk_norm_whole``: all heads are normalized together, with a
-    weight for each of them.
+    weight for each of them. ``sinks``: a number per head and layer.
     ``norm`` counts the vectors of a norm: 1 for RMSNorm, 2 for LayerNorm. ``positions`` are the rows of a learned
     position embedding. ``kinds`` has one entry per decoder layer. ``remarks`` say what the flags leave open.
     """
@@ -120,6 +120,7 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_whole: bool = False
+    sinks: bool = False
     norm: int = 1
     positions: int = 0
     output_gate: bool = False
@@ -163,6 +164,10 @@ def logit_cap(args: Args) -> float | None:
     return float(cap) if cap else None
 
 
+OWN_LAYERS = ("gemma", "gpt_oss")
+"""Parts of names of specifications whose layers differ in windows, and have gated units that are not SwiGLU."""
+
+
 @lru_cache(maxsize=8)
 def _read_config(path: Path) -> Mapping[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
@@ -171,9 +176,10 @@ def _read_config(path: Path) -> Mapping[str, Any]:
 def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelShape:
     """Return the shape that ``args`` describes; ``hf_config`` supplies what no Megatron flag describes.
 
-    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the windows and heads of Gemma's layers, the
-    indexer of sparse attention, and vision towers: their ``--spec`` reads them from the checkpoint. ``args`` may come
-    from another parser: a missing attribute counts as not given. Raises ValueError when the model is not described.
+    That is which layers of Qwen3-Next and Qwen3.5 have linear attention, the windows of gpt-oss, windows and heads of
+    Gemma's layers, the indexer of sparse attention, and vision towers: their ``--spec`` reads them from the checkpoint.
+    ``args`` may come from another parser: a missing attribute counts as not given. Raises ValueError when the model is
+    not described.
     """
     missing = [name for name in DESCRIBED_BY if not getattr(args, name, None)]
     vocab = _get(args, "vocab_size") or _get(args, "padded_vocab_size")
@@ -193,7 +199,7 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
         selects = told
     attention: Sequence[LayerAttention | None] = layer_attention(config)
     if len(attention) != args.num_layers:
-        if "gemma" in _spec(args):
+        if any(name in _spec(args) for name in OWN_LAYERS):
             remarks.append("layers with windows are counted as attending to all tokens: no flag describes them")
         attention = [None] * int(args.num_layers)
     if _get(args, "window_size"):
@@ -213,12 +219,13 @@ def shape_of(args: Args, hf_config: Mapping[str, Any] | None = None) -> ModelSha
             for is_linear, is_moe, selecting, own in zip(linear_layers, moe_layers, selects, attention, strict=True)
         ),
         gated=gated,
-        fused_gate="gemma" not in _spec(args),
+        fused_gate=not any(name in _spec(args) for name in OWN_LAYERS),
         untied=bool(_get(args, "untie_embeddings_and_output_weights", False)),
         linear_bias=bool(_get(args, "add_bias_linear", True)),
         qkv_bias=bool(_get(args, "add_qkv_bias", False)),
         qk_norm=bool(_get(args, "qk_layernorm", False)),
         qk_norm_whole="minimax_m2" in _spec(args),
+        sinks="gpt_oss" in _spec(args) or _get(args, "softmax_type") == "learnable",
         norm=1 if _get(args, "normalization", "LayerNorm") == "RMSNorm" else 2,
         positions=_learned_positions(args),
         output_gate=bool(_get(args, "attention_output_gate", False) or _get(args, "use_gated_attention", False)),

@@ -13,7 +13,7 @@ from tools.tiny_model import make_tokenizer
 pytestmark = pytest.mark.integration
 MORE = (
     *("deepseek_v3", "kimi_k2", "glm4_moe_lite", "minimax_m2", "qwen3_next", "qwen3_5", "qwen3_5_moe"),
-    *("gemma3", "gemma4", "deepseek_v32", "glm5", "glm5.2"),
+    *("gemma3", "gemma4", "gpt_oss", "deepseek_v32", "glm5", "glm5.2"),
 )
 """Qwen3.5 does so on every change in test_loop_vision.py, with prompts of text alone among those with images."""
 

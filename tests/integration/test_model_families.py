@@ -98,6 +98,10 @@ def test_an_export_has_every_tensor_of_the_source(
         ("gemma3", "sliding_window"),
         ("gemma4", "sliding_window"),
         ("gemma4", "final_logit_softcapping"),
+        ("gpt_oss", "sliding_window"),
+        ("gpt_oss", "rope_parameters"),
+        ("gpt_oss", "sinks"),
+        ("gpt_oss", "the clamped gates"),
     ],
 )
 def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, references: Any) -> None:
@@ -116,6 +120,12 @@ def test_what_makes_a_family_matters(name: str, part: str, checkpoints: Any, ref
     elif part == "index_topk":
         for layer in model.model.layers:
             layer.self_attn.indexer.index_topk = model.config.max_position_embeddings
+    elif part == "sinks":
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(-1e9)
+    elif part == "the clamped gates":
+        for layer in model.model.layers:
+            layer.mlp.experts.limit = 1e9
     elif part == "post_mlp_layernorm":
         for layer in model.model.layers:
             layer.post_mlp_layernorm = torch.nn.Identity()

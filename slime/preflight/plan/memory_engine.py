@@ -186,11 +186,11 @@ def _kv_per_token(args: Args, shape: ModelShape, sizes: EngineSizes, layout: Wei
 def _keys(args: Args, shape: ModelShape, kind: LayerKind, sizes: EngineSizes) -> float:
     """Numbers of the keys of a token in one layer.
 
-    SGLang gives layers with a window a pool of their own in Gemma 4, with a share of the places of the others.
+    In Gemma 4 and gpt-oss SGLang gives layers with a window a pool of their own, with a share of the others' places.
     """
     groups, dim, _ = shape.heads_of(kind)
     numbers = max(1, groups // sizes.attention_tp) * dim
-    two_pools = any(own.attention and own.attention.keys_are_values for own in shape.kinds)
+    two_pools = shape.sinks or any(own.attention and own.attention.keys_are_values for own in shape.kinds)
     if (
         not two_pools
         or args.sglang_disable_hybrid_swa_memory

@@ -165,6 +165,8 @@ def _attention(shape: ModelShape, kind: LayerKind) -> list[Weight]:
         weights.append(Weight("attention", out))
     if shape.linear_bias:
         weights.append(Weight("attention", shape.hidden, "none"))
+    if shape.sinks:
+        weights.append(Weight("attention", shape.heads))
     if shape.qk_norm and shape.qk_norm_whole:
         weights += [*_norm(shape, query), *_norm(shape, key)]
     elif shape.qk_norm:

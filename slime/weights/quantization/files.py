@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from slime.weights.hf import writer as hf_writer
 from slime.weights.hf.checkpoint import HfCheckpoint, quantization_of, read_config
-from slime.weights.quantization.formats import Format
+from slime.weights.quantization.formats import Format, Mxfp4, Stored
 from slime.weights.quantization.quantizer import Quantizer, ignores, is_linear, read_format
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -96,7 +96,7 @@ def to_bf16(source: Path, target: Path, *, workers: int = 1, force: bool = False
     described = quantization_of(config)
     if described is None:
         raise ValueError(f"{source} is not quantized: its config.json has no quantization_config")
-    form = read_format(described)
+    form: Stored = Mxfp4() if described.get("quant_method") == "mxfp4" else read_format(described)
 
     def transform(checkpoint: HfCheckpoint, names: Sequence[str]) -> Named:
         return dequantized(checkpoint, names, form)
@@ -114,7 +114,7 @@ class Weights:
     Scales may be in other files. Raises ValueError for a weight without them.
     """
 
-    def __init__(self, checkpoint: HfCheckpoint, form: Format | None) -> None:
+    def __init__(self, checkpoint: HfCheckpoint, form: Stored | None) -> None:
         self._checkpoint, self._form = checkpoint, form
         self._quantized: frozenset[str] = frozenset()
         numbers, parts = "", set()
@@ -176,7 +176,7 @@ class Weights:
         return tensor
 
 
-def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Format) -> Iterator[tuple[str, torch.Tensor]]:
+def dequantized(checkpoint: HfCheckpoint, names: Sequence[str], form: Stored) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights that are stored in the tensors ``names`` of ``checkpoint``, a part of it, in bf16.
 
     Raises ValueError as ``Weights``.

@@ -1,5 +1,7 @@
 """Formats of one quantized weight: FP8 with a scale per block, row or tensor, and INT4 with a scale per group of a row.
 
+Beside them MXFP4 as gpt-oss is published, which is only read.
+
 ``quantize`` returns the tensors that take the place of the weight ``NAME``, by what follows ``NAME`` in their names.
 Everything is computed in fp32 and rounded once, half to even; it works on meta tensors, which give the shapes.
 """
@@ -17,8 +19,8 @@ FP8_MAX = 448.0
 Parts = dict[str, torch.Tensor]
 
 
-class Format(Protocol):
-    """Format that one weight is stored in."""
+class Stored(Protocol):
+    """Format that one weight can be read in."""
 
     @property
     def marker(self) -> str:
@@ -30,12 +32,16 @@ class Format(Protocol):
         """Return what follows the name of a weight in the names of its tensors, in the order of ``quantize``."""
         ...
 
-    def quantize(self, weight: torch.Tensor) -> Parts:
-        """Return the tensors that take the place of ``weight``. Raises ValueError for one that does not divide."""
-        ...
-
     def dequantize(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight of ``parts`` in bf16."""
+        ...
+
+
+class Format(Stored, Protocol):
+    """Format that one weight is stored in."""
+
+    def quantize(self, weight: torch.Tensor) -> Parts:
+        """Return the tensors that take the place of ``weight``. Raises ValueError for one that does not divide."""
         ...
 
     def rounded(self, weight: torch.Tensor) -> torch.Tensor:
@@ -183,6 +189,28 @@ class Int4:
         weights = {"num_bits": 4, "type": "int", "symmetric": self.symmetric, "strategy": "group",
                    "group_size": self.group_size, "dynamic": False, "observer": "minmax"}  # fmt: skip
         return _compressed_tensors("pack-quantized", weights, None, ignored)
+
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of 4 bits without a sign (OCP Microscaling Formats 1.0, 5.3.3); the highest bit is the sign."""
+
+
+class Mxfp4:
+    """Stacked experts of gpt-oss: ``_blocks [experts, out, groups, 16]`` of two numbers a byte, the lower bits first.
+
+    ``_scales [experts, out, groups]`` are exponents of 2, plus 127. The weight is ``[experts, in, out]``.
+    """
+
+    marker = "_blocks"
+    suffixes = ("_blocks", "_scales")
+
+    def dequantize(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the weight in bf16, which is exact."""
+        blocks = parts["_blocks"]
+        numbers = torch.tensor([*E2M1, *(-number for number in E2M1)])
+        halves = torch.stack([numbers[(blocks & 15).int()], numbers[(blocks >> 4).int()]], -1)
+        weight = torch.ldexp(halves.flatten(-2), parts["_scales"].int().unsqueeze(-1) - 127).flatten(-2)
+        return weight.to(torch.bfloat16).transpose(-1, -2).contiguous()
 
 
 def _compressed_tensors(

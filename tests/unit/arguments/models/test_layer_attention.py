@@ -104,6 +104,41 @@ def test_what_is_not_built_is_refused(stated: dict[str, Any], sentence: str, tmp
         parse("--hf-checkpoint", tmp_path)
 
 
+GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_size": 64, "intermediate_size": 32,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8,
+    "vocab_size": 256, "rms_norm_eps": 1e-5, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "sentence"),
+    [
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "in MXFP4 .* to-bf16"),
+        ({"attention_bias": False}, "attention_bias false"),
+        ({"hidden_act": "gelu"}, "the activation gelu"),
+        ({"rope_scaling": None}, "of the type default"),
+        ({"rope_scaling": {**GPT_OSS["rope_scaling"], "attention_factor": 1.5}}, "attention factor"),
+    ],
+)
+def test_what_is_not_built_of_gpt_oss_is_refused(stated: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    assert not_built(hf_fields.text_part(GPT_OSS)) is None
+    (tmp_path / "config.json").write_text(json.dumps({**GPT_OSS, **stated}))
+    with pytest.raises(ArgumentError, match=sentence):
+        parse("--hf-checkpoint", tmp_path)
+
+
+def test_gpt_oss_has_a_window_in_every_second_layer() -> None:
+    """Where ``layer_types`` is left out as well; its frequencies are compared in test_model_families.py."""
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(**GPT_OSS).to_dict()
+    for text in (GPT_OSS, config):
+        assert [layer.window for layer in layer_attention(hf_fields.text_part(text))] == [8, None, 8, None]
+    assert config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+
+
 def test_published_models_without_the_towers_are_taken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GEMMA3_4B))
     args = model_of(tmp_path)

@@ -25,7 +25,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name, *flags: model_args(make_checkpoint(tmp_path, name), *flags)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-whole"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-whole", "gpt_oss"])
 def test_parameters_are_those_of_transformers(name: str, tiny: Any) -> None:
     args = tiny(name)
     expected = sum(p.numel() for p in language_model(args.hf_checkpoint, name).parameters())
@@ -54,13 +54,14 @@ def test_activations_of_either_kind_of_layer(tiny: Any) -> None:
 
 
 def test_cache_of_layers_with_and_without_a_window(tiny: Any) -> None:
-    """SGLang has whole sequences of all layers of Gemma 3; of Gemma 4 a second pool with 0.8 of the places."""
+    """SGLang has whole sequences of all layers of Gemma 3; of Gemma 4 and gpt-oss a second pool: 0.8 of the places."""
     for name, flags, expected in (
         ("gemma3", (), 2 * 2 * GROUPS * DIM),
         ("gemma4", (), 2 * (0.8 * GROUPS * DIM + GROUPS * 2 * DIM)),
         ("gemma4", ("--sglang-swa-full-tokens-ratio", 0.5), 2 * (0.5 * GROUPS * DIM + GROUPS * 2 * DIM)),
         ("gemma4", ("--sglang-disable-hybrid-swa-memory",), 2 * (GROUPS * DIM + GROUPS * 2 * DIM)),
         ("gemma4-whole", (), 2 * (0.8 * GROUPS * DIM + 2 * DIM)),
+        ("gpt_oss", (), 2 * (0.8 * GROUPS * DIM + GROUPS * DIM)),
     ):
         args = tiny(name, "--sglang-kv-cache-dtype", "bf16", *flags)
         assert engine_memory(args, model_shape(args)).kv_per_token == pytest.approx(2 * expected)

@@ -214,3 +214,27 @@ def test_compressed_tensors_reads_the_configuration() -> None:
     for name in ("channel", "int4", "int4-asymmetric"):
         read = quantization.QuantizationConfig.model_validate(FORMATS[name].config(["lm_head"]))
         assert read.config_groups["group_0"].weights.symmetric == (name != "int4-asymmetric")
+
+
+def test_mxfp4_of_gpt_oss_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    generator = torch.Generator().manual_seed(0)
+    source = Path(make_checkpoint(tmp_path, "gpt_oss"))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    tensors = load_file(source / "model.safetensors")
+    expected = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(110, 140, (experts, outputs, inputs // 32), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"], tensors[f"{name}_scales"] = blocks, scales
+        expected[name] = convert_moe_packed_tensors(blocks, scales)
+        assert expected[name].shape == (experts, inputs, outputs)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    to_bf16(source, tmp_path / "bf16")
+    seen = tensors_of(tmp_path / "bf16")
+    assert seen.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in seen.items())
+    assert "quantization_config" not in json.loads((tmp_path / "bf16" / "config.json").read_text())

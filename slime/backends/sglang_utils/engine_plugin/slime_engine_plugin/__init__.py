@@ -40,7 +40,8 @@ def register() -> None:
         disaggregation.register()
         quantized.register()
         register_if_it_fits(
-            ["cpu.latent", "cpu.delta_nets", "cpu.minimax_m2", "cpu.sparse", "cpu.windows"], "models of these families fail"
+            ["cpu.latent", "cpu.delta_nets", "cpu.minimax_m2", "cpu.sparse", "cpu.windows"],
+            "models of these families fail",
         )
         if os.environ.get("SLIME_STOCK_CPU_ATTENTION", "0") in ("", "0"):  # to compare with
             register_faster_on_cpu()
