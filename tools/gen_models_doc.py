@@ -85,6 +85,11 @@ ABOUT_FAMILIES = """
   loss of your own gets them from `get_responses` and `get_log_probs_and_entropy`, while `logits` are those before. Of
   vision-language checkpoints the language model is trained. Gemma 4 26B-A4B (experts beside the MLP), E2B and E4B
   (embeddings for every layer, shared keys and values) are refused.
+* Windows, YaRN and the clamped, gated units of gpt-oss are set by `--spec`, as Gemma's are; no flag of Megatron's is
+  needed. Published checkpoints are MXFP4: `python -m tools.convert to-bf16` makes the bf16 that trainers and engines
+  load. Without TransformerEngine the sinks (`--softmax-type learnable`) keep attention from flash kernels, and
+  expert-tensor-parallel ranks may divide experts with biases; Megatron's own experts need
+  `--expert-tensor-parallel-size 1`. Adapters (`--lora-rank`) are those of attention.
 * Of Kimi K2.5 (`kimi_k25`) the language model is trained, whose tensors are below `language_model` in its checkpoints;
   published ones are INT4 and are [converted first](../advanced/low_precision.md). transformers has no class for the
   whole model yet: the checks have its language model alone, and no engine on a CPU serves it.

@@ -163,8 +163,8 @@ def _gpt_oss_not_built(config: Config) -> str | None:
     reasons = (
         (
             quantization is not None,
-            f"weights in {str(quantization).upper()} (quantization_config; `python -m tools.convert to-bf16` makes them "
-            "bf16, which trainers load)",
+            f"weights in {str(quantization).upper()} (quantization_config), which `python -m tools.convert to-bf16` "
+            "makes the bf16 that trainers load",
         ),
         (kind != "yarn", f"rotary embeddings of the type {kind}"),
         (rope.get("attention_factor") is not None or rope.get("mscale"), "an attention factor of its own (YaRN)"),

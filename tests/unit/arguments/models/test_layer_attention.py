@@ -130,7 +130,7 @@ def test_what_is_not_built_of_gpt_oss_is_refused(stated: dict[str, Any], sentenc
 
 
 def test_gpt_oss_has_a_window_in_every_second_layer() -> None:
-    """Where ``layer_types`` is left out as well; its frequencies are compared in test_model_families.py."""
+    """The first has one, also where the config has no ``layer_types``."""
     from transformers import GptOssConfig
 
     config = GptOssConfig(**GPT_OSS).to_dict()
