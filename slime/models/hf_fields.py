@@ -124,8 +124,18 @@ def expert_size(config: Config) -> tuple[str, int] | None:
     return _first(config, "moe_intermediate_size", "intermediate_size")
 
 
+def top_k(config: Config) -> tuple[str, int] | None:
+    """The key and the number of experts that a token passes."""
+    return _first(config, "num_experts_per_tok", "top_k_experts")
+
+
 def shared_size(config: Config) -> tuple[str, int]:
-    """Return (source, intermediate size) of the shared experts, taken together; the size is 0 without any."""
+    """Return (source, intermediate size) of the shared experts, taken together; the size is 0 without any.
+
+    Of Gemma 4 that is the MLP beside the experts.
+    """
+    if config.get("enable_moe_block"):
+        return "intermediate_size", _count(config, "intermediate_size")
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if config.get(key) is not None:
             return key, _count(config, key)

@@ -131,7 +131,6 @@ def not_built(config: Config) -> str | None:
     kinds = {_rope(config, kind)["rope_type"] for kind in (SLIDING, FULL)} - {"default", "linear", "proportional"}
     activation = has("hidden_activation", ACTIVATION)
     reasons = (
-        (has("enable_moe_block"), "experts beside the MLP of every layer (enable_moe_block), as Gemma 4 26B-A4B"),
         (
             has("hidden_size_per_layer_input"),
             "embeddings for every layer (hidden_size_per_layer_input), as Gemma 4 E2B and E4B",

@@ -253,7 +253,8 @@ def _expert_flags(config: Config, family: Config | None) -> Iterator[ModelFlag]:
         return
     key, count = found
     yield ModelFlag("experts", "--num-experts", count, key)
-    yield ModelFlag("experts", "--moe-router-topk", config.get("num_experts_per_tok"), "num_experts_per_tok")
+    if (chosen := hf_fields.top_k(config)) is not None:
+        yield ModelFlag("experts", "--moe-router-topk", chosen[1], chosen[0])
     size = hf_fields.expert_size(config)
     if size is not None:
         yield ModelFlag("experts", "--moe-ffn-hidden-size", size[1], size[0])

@@ -136,6 +136,10 @@ FAMILIES: dict[str, Tiny] = {
     "gemma4-whole": Tiny(  # with a key head for two tensor-parallel ranks
         "gemma4_text", {**GEMMA4, "num_global_key_value_heads": 1}, {}, ("model.vision_tower.norm.weight",), "gemma4"
     ),
+    "gemma4_moe": Tiny(
+        "gemma4_text",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ),
     "gpt_oss": Tiny("gpt_oss", GPT_OSS, {"swiglu_limit": 7.0}),
     "mixtral": Tiny("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),  # by mbridge
     "qwen3_next": Tiny("qwen3_next", {**HYBRID, **SHARED_EXPERT}, INTERVAL, ("mtp.fc.weight",)),
@@ -201,7 +205,7 @@ def _rewrite_tensors(path: Path, tiny: Tiny, seed: int) -> None:
     tensors = {}
     for name, tensor in load_file(path).items():
         noise = torch.randn(tensor.shape, generator=generator)
-        around_one = "norm" in name or "scalar" in name or "sinks" in name
+        around_one = "norm" in name or "scal" in name or "sinks" in name
         tensors[name] = 1 + 0.3 * noise if around_one else 0.3 * noise if "bias" in name else 0.15 * noise
         if name.endswith("gate_up_proj_bias"):  # some of gpt-oss's gates are clamped, at 7
             tensors[name] *= 14
@@ -306,7 +310,7 @@ def _interleave_indexers(model: torch.nn.Module) -> None:
 def _per_expert(gradients: dict[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
     """Take the experts apart that transformers stacks when it loads them."""
     names = ("gate_proj", "up_proj", "down_proj")
-    if model_type == "gpt_oss":  # whose checkpoints have them stacked, too
+    if model_type in ("gpt_oss", "gemma4_text"):  # whose checkpoints have them stacked, too
         return gradients
     if model_type in ("minimax_m2", "mixtral"):
         names = ("w1", "w3", "w2")

@@ -1,6 +1,6 @@
 """The layers of Gemma 3 and 4, whose attention differs from layer to layer. Import after ``import_megatron()``.
 
-Of Gemma 4 the dense models. See ``slime.models.layer_attention``.
+Of Gemma 4 the dense models and 26B-A4B. See ``slime.models.layer_attention``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slime.arguments.args import Args
+from slime.backends.megatron_utils.model.gemma_experts import put_experts_beside
 from slime.backends.megatron_utils.model.layer_specs import PostNormTransformerLayer, decoder_block_spec
 from slime.backends.megatron_utils.model.provider import gpt_model
 from slime.models.layer_attention import LayerAttention, Rotary, config_and_layers, shared_heads
@@ -156,6 +157,8 @@ def gemma_model(
             }
         if generation == 4:
             layer.module = ScaledTransformerLayer
+        if found.get("enable_moe_block"):
+            put_experts_beside(layer, block.layer_norm)
     model: Any = gpt_model(args, config, block, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
     if pre_process:
         # In the type of the weights, in which transformers rounds the factor.

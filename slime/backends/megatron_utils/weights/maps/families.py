@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slime.backends.megatron_utils.weights.layouts import QueryKey, Replicated
+from slime.backends.megatron_utils.weights.layouts import QueryKey, Replicated, RowParallel
+from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import (
     DENSE,
     GATED_ATTENTION,
@@ -12,6 +13,7 @@ from slime.backends.megatron_utils.weights.maps.parts import (
     HiddenFirst,
     delta_net,
     expert_bias,
+    expert_names,
     in_extra_layers,
     layer_rule,
     mtp_rules,
@@ -89,10 +91,23 @@ _GEMMA3: tuple[Rule, ...] = (
 )
 GEMMA3 = Family("gemma3_text", ("gemma3_text",), _GEMMA3, ROTARY_BUFFERS)
 
-# Gemma 4, dense: layers whose values are their keys, and a number for each layer that is not trained.
+# Gemma 4: layers whose values are their keys, and a number for each layer that is not trained. 26B-A4B has experts
+# beside every MLP, which is Megatron's shared expert then, with norms of their own.
 _SHARED = "self_attention.linear_qk."
+_BESIDE = {
+    **{f"mlp.{n}.weight": f"{n}.weight" for n in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")},
+    "mlp.pre_feedforward_layernorm.weight": "pre_feedforward_layernorm.weight",
+    "mlp.pre_feedforward_layernorm_2.weight": "pre_feedforward_layernorm_2.weight",
+    "mlp.router.weight": "router.proj.weight",
+    "mlp.router.scale": "router.scale",
+    "mlp.router.per_expert_scale": "router.per_expert_scale",
+}
 _GEMMA4: tuple[Rule, ...] = (
     *(rule for rule in _GEMMA3 if "input_layernorm" not in rule.megatron[0]),
+    *(layer_rule(megatron, (hf,), Replicated()) for megatron, hf in _BESIDE.items()),
+    *shared_experts("mlp."),
+    layer_rule(expert_names("linear_fc1"), ("experts.gate_up_proj",), FusedGateUp()),
+    layer_rule(expert_names("linear_fc2"), ("experts.down_proj",), RowParallel()),
     layer_rule(
         ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight", f"{_SHARED}layer_norm_weight"),
         ("input_layernorm.weight",),
