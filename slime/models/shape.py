@@ -84,7 +84,10 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture-of-experts layer. ``shared`` is the width of the shared experts, 0 without."""
+    """A mixture-of-experts layer. ``shared`` is the width of the shared experts, 0 without.
+
+    ``beside``: the shared one is Gemma 4's MLP, which experts are beside, with norms of their own.
+    """
 
     number: int
     top_k: int
@@ -93,6 +96,7 @@ class Experts:
     shared_gate: bool
     latent: int | None
     bias: bool
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -314,6 +318,7 @@ def _experts(args: Args) -> Experts | None:
         shared_gate=bool(_get(args, "moe_shared_expert_gate", False)),
         latent=_get(args, "moe_latent_size"),
         bias=bool(_get(args, "moe_router_enable_expert_bias", False)),
+        beside="gemma4" in _spec(args),
     )
 
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 PROMPTS = [[(7 * i + 11 * k) % SIZES["vocab_size"] for k in range(length)] for i, length in enumerate((5, 40, 23, 70))]
 LATENT = ("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite")
 SPARSE = ("deepseek_v32", "glm5", "glm5.2")
-WINDOWS = ("gemma3", "gemma4", "gpt_oss")
+WINDOWS = ("gemma3", "gemma4", "gemma4_moe", "gpt_oss")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 TOLERANCE = {
     **dict.fromkeys((*LATENT, *SPARSE, "minimax_m2", "mixtral", *WINDOWS), 1e-5), **dict.fromkeys(DELTA_NETS, 3e-5),

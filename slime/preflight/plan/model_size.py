@@ -246,6 +246,8 @@ def _experts(shape: ModelShape) -> list[Weight]:
             Weight("experts", up, "expert", experts.number),
             Weight("experts", width, "expert", experts.number),
         ]
+    if experts.beside:  # the scales of the router's input, and of its weights
+        weights += [*_norm(shape, shape.hidden, 3), Weight("experts", shape.hidden + experts.number, "none")]
     if experts.latent:
         weights.append(Weight("experts", shape.hidden * experts.latent, "none", 2))
     if experts.shared:

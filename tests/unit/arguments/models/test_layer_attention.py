@@ -84,7 +84,6 @@ def test_other_families_have_layers_that_are_alike() -> None:
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"enable_moe_block": True}, "26B-A4B"),
     ({"hidden_size_per_layer_input": 256}, "E2B and E4B"),
     ({"num_kv_shared_layers": 2}, "E2B and E4B"),
     ({"attention_k_eq_v": False}, "attention_k_eq_v false"),

@@ -25,7 +25,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lambda name, *flags: model_args(make_checkpoint(tmp_path, name), *flags)
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-whole", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4-whole", "gemma4_moe", "gpt_oss"])
 def test_parameters_are_those_of_transformers(name: str, tiny: Any) -> None:
     args = tiny(name)
     expected = sum(p.numel() for p in language_model(args.hf_checkpoint, name).parameters())
