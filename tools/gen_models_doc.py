@@ -83,8 +83,9 @@ ABOUT_FAMILIES = """
   layers without a window. Megatron has no flag for a gated GeLU: `--swiglu` stands for the gate, and `--spec` chooses
   the activation. The capped logits of Gemma 4 are capped where log-probs, entropies and their gradients are computed: a
   loss of your own gets them from `get_responses` and `get_log_probs_and_entropy`, while `logits` are those before. Of
-  vision-language checkpoints the language model is trained. Gemma 4 26B-A4B (experts beside the MLP), E2B and E4B
-  (embeddings for every layer, shared keys and values) are refused.
+  vision-language checkpoints the language model is trained. The MLP beside the experts of Gemma 4 26B-A4B is Megatron's
+  shared expert (`--moe-shared-expert-intermediate-size`). E2B and E4B (embeddings for every layer, shared keys and
+  values) are refused.
 * Windows, YaRN and the clamped, gated units of gpt-oss are set by `--spec`, as Gemma's are; no flag of Megatron's is
   needed. Published checkpoints are MXFP4: `python -m tools.convert to-bf16` makes the bf16 that trainers and engines
   load. Without TransformerEngine the sinks (`--softmax-type learnable`) keep attention from flash kernels, and
@@ -93,6 +94,8 @@ ABOUT_FAMILIES = """
 * Of Kimi K2.5 (`kimi_k25`) the language model is trained, whose tensors are below `language_model` in its checkpoints;
   published ones are INT4 and are [converted first](../advanced/low_precision.md). transformers has no class for the
   whole model yet: the checks have its language model alone, and no engine on a CPU serves it.
+* MiMo-V2-Flash (`mimo_v2_flash`) is refused: the pinned transformers has no class of it, so that neither its keys (five
+  layers with a window to one without, heads of other sizes for values, two rotary bases) nor its results can be compared.
 * With experts, tensor parallelism needs sequence parallelism.
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their
