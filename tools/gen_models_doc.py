@@ -94,8 +94,8 @@ ABOUT_FAMILIES = """
 * Of Kimi K2.5 (`kimi_k25`) the language model is trained, whose tensors are below `language_model` in its checkpoints;
   published ones are INT4 and are [converted first](../advanced/low_precision.md). transformers has no class for the
   whole model yet: the checks have its language model alone, and no engine on a CPU serves it.
-* MiMo-V2-Flash (`mimo_v2_flash`) is refused: the pinned transformers has no class of it, so that neither its keys (five
-  layers with a window to one without, heads of other sizes for values, two rotary bases) nor its results can be compared.
+* MiMo-V2-Flash (`mimo_v2_flash`) is refused: the pinned transformers has no class of it to compare layers and results
+  with (five layers with a window to one without, heads of another size for values, two rotary bases).
 * With experts, tensor parallelism needs sequence parallelism.
 * The indexer of [sparse attention](../advanced/sparse_attention.md) is not trained, and every pipeline stage must begin
   with a layer that has one. The MTP layers of these families are not trained: whether they have an indexer of their

@@ -102,7 +102,7 @@ def accepting(original: Callable[[ServerArgs], Any], server_args: ServerArgs) ->
         model_hook.attention_backends_of = stock
 
 
-def with_exact_sinks(result: None, module: torch.nn.Module, *args: object, **kwargs: object) -> None:
+def with_exact_sinks(result: None, module: Any, *args: object, **kwargs: object) -> None:
     """After a layer of gpt-oss is made: its sinks are bf16 in every model, which moves log-probs by 2e-4 in fp32."""
     module.sinks = torch.nn.Parameter(module.sinks.to(module.qkv_proj.weight.dtype), requires_grad=False)
 

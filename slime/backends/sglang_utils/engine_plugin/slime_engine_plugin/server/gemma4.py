@@ -35,6 +35,7 @@ def in_sglang_names(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def scaled_anew(result: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """After weights were loaded, at the start and in pushes: in place, as graphs read the norm's weight."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "fuse_scale"):
             module.fuse_scale()
