@@ -142,7 +142,7 @@ def test_context_parallel_attention_equals_dense(ranks: list[dict[str, Any]]) ->
         ("bias", ["model.layers.0.self_attn.q_proj.bias", "model.safetensors", "no place"]),
         ("fp8", ["model.layers.1.self_attn.q_proj.weight_scale_inv", "no place", "in FP8", "fp8_cast_bf16"]),
         ("shape", ["model.layers.1.self_attn.q_proj.weight", "model.safetensors", "[63, 64]", "[64, 64]"]),
-        ("family", ["gpt_oss", "llama", "qwen2", "qwen3"]),
+        ("family", ["mistral", "llama", "qwen2", "qwen3"]),
         ("tied", ["ValueError", "q_layernorm", "llama"]),
         ("into-source", ["ValueError", "--hf-checkpoint"]),
         ("above-source", ["ValueError", "--hf-checkpoint"]),

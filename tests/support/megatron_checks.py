@@ -192,7 +192,7 @@ def errors(checkpoints: dict[str, str], scratch: Path) -> dict[str, str]:
         "bias": load_with("bias", {**tensors, bias: torch.ones(64)}),
         "fp8": load_with("fp8", {**tensors, f"{q}_scale_inv": torch.ones(1, 1)}),
         "shape": load_with("shape", {**tensors, q: tensors[q][:-1].clone()}),
-        "family": load_with("family", tensors, model_type="gpt_oss"),
+        "family": load_with("family", tensors, model_type="mistral"),
         "tied": _message(lambda: load_hf(get_model(args, wrap_with_ddp=False), checkpoints["llama"], args)),
         "into-source": _message(lambda: export_hf(model, args, source)),
         "above-source": _message(lambda: export_hf(model, args, Path(source).parent)),

@@ -247,7 +247,7 @@ def test_what_only_the_origin_has_is_named_or_taken(
             r"linear_qkv\.weight is \[32, 8\], expected .*Is --origin-hf-dir the model",
         ),
         ({"model_type": "qwen3"}, "the weight map of 'qwen3' has no rule for"),
-        ({"model_type": "mistral"}, "no weight map for model_type 'gpt_oss'"),
+        ({"model_type": "mistral"}, "no weight map for model_type 'mistral'"),
     ],
 )
 def test_another_model_s_configuration(tmp_path: Path, save: Path, config: dict[str, Any], message: str) -> None:

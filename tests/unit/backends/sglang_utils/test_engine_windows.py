@@ -103,6 +103,6 @@ def test_the_scale_of_gemma_s_router_is_the_one_that_was_loaded_last(load: Calla
 
     gemma4, model = load("server.gemma4"), torch.nn.ModuleList([torch.nn.Linear(1, 1), Router()])
     model[1].scale.data.fill_(3)
-    assert gemma4.scaled_anew(None, model, []) is None
+    assert gemma4.scaled_again(None, model, []) is None
     assert model[1].fused.tolist() == [1.5] * 4
     torch.testing.assert_close(gemma4.routed(model[1], torch.ones(1, 4)), torch.full((1, 2), 6.0))

@@ -33,7 +33,7 @@ def in_sglang_names(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return config
 
 
-def scaled_anew(result: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+def scaled_again(result: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
     """After weights were loaded, at the start and in pushes: in place, as graphs read the norm's weight."""
     module: Any
     for module in model.modules():
@@ -56,6 +56,6 @@ def register() -> None:
         require(f"{model}.load_weights", "self weights")
     HookRegistry.register(_PARSE, in_sglang_names, HookType.AROUND)
     for model in _MODELS:
-        HookRegistry.register(f"{model}.load_weights", scaled_anew, HookType.AFTER)
+        HookRegistry.register(f"{model}.load_weights", scaled_again, HookType.AFTER)
     if not torch.cuda.is_available():
         HookRegistry.register(f"{_ROUTER}.forward", routed, HookType.REPLACE)
