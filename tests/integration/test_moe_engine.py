@@ -21,10 +21,8 @@ LAYERS, TOPK = 3, 2
 PROMPT = [5, 17, 200, 3, 77, 250, 9]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_checkpoint(out: Path) -> Path:
     """Eight routed experts per layer, and one behind a gate that every token shares."""
-    out = tmp_path_factory.mktemp("model")
     config = Qwen2MoeConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, moe_intermediate_size=48, num_hidden_layers=LAYERS,
         shared_expert_intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, num_experts=8,
@@ -35,6 +33,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.manual_seed(3)
         Qwen2MoeForCausalLM(config).save_pretrained(out)
     return out
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from slime.backends.sglang_utils.engine import EngineProcess
 from slime.backends.sglang_utils.errors import EngineStartError
@@ -32,6 +33,8 @@ from slime.utils.types import Sample
 from slime.weight_sync import steps
 from slime.weight_sync.fanout import FanOut
 from tests.integration.test_loop_engine_faults import engine_servers, wait_for_metric, wait_for_rollout
+from tests.integration.test_moe_engine import LAYERS, TOPK, choices, make_checkpoint
+from tests.support.arguments import run_args
 from tests.support.engines import Reference, engine_args, output_log_probs
 from tests.support.rollout_args import rollout_args
 from tests.support.run_train import Run, command_line, read_metric, rl_flags, run_train, sums_file
@@ -163,9 +166,9 @@ def prompts(count: int) -> list[list[int]]:
     return [family[: draw.randrange(60)] + [draw.randrange(200) for _ in range(1 + i % 7)] for i in range(count)]
 
 
-def ask(url: str, prompt: list[int], tokens: int) -> dict[str, Any]:
+def ask(url: str, prompt: list[int], tokens: int, **more: object) -> dict[str, Any]:
     params = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True}
+    body = {"input_ids": prompt, "sampling_params": params, "return_logprob": True, **more}
     return dict(EngineClient(url, timeout=60).generate(body))
 
 
@@ -281,6 +284,50 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
     assert not thread.is_alive()
     assert [sample.response_length for sample in samples] == [20] * 4
     assert check_log_probs(served, samples) == 0
+
+
+def test_experts_of_prompts_come_with_their_caches(tmp_path: Path) -> None:
+    """Answers of one token end in the prefill engine; the decode engine's cache is too small for all, so it retracts."""
+    need("nixl")
+    checkpoint = make_checkpoint(tmp_path / "model")
+    reference = Reference(checkpoint)
+    common = {
+        "use_rollout_routing_replay": True, "sglang_disaggregation_transfer_backend": "nixl",
+        "sglang_num_reserved_decode_tokens": 4, "sglang_chunked_prefill_size": 32,
+    }  # fmt: skip
+    router = RouterProcess(
+        engine_args(checkpoint), "127.0.0.1", log_path=tmp_path / "router.log", pd_disaggregation=True
+    )
+    engines = [
+        EngineProcess(
+            engine_args(checkpoint, sglang_max_total_tokens=tokens, **common),
+            rank=rank, host="127.0.0.1", log_path=tmp_path / f"{kind}.log", worker_type=kind,
+        )
+        for rank, (kind, tokens) in enumerate((("prefill", 4000), ("decode", 700)))
+    ]  # fmt: skip
+    try:
+        router.start()
+        for engine in engines:
+            engine.start()
+        router.wait_ready()
+        for engine in engines:
+            engine.wait_ready()
+            router.add_engine(engine.info)
+        work = [(prompt, (1, 20, 100)[i % 3]) for i, prompt in enumerate(prompts(18))]
+        with ThreadPoolExecutor(18) as pool:
+            replies = list(pool.map(lambda item: ask(router.url, *item, return_routed_experts=True), work))
+    finally:
+        router.stop()
+        for engine in engines:
+            engine.stop()
+    args = run_args(num_layers=LAYERS, moe_router_topk=TOPK)
+    for (prompt, count), reply in zip(work, replies, strict=True):
+        sample = Sample(prompt="", tokens=list(prompt))
+        output, log_probs = reply["output_ids"], output_log_probs(reply).tolist()
+        sample.append_response_tokens(args, tokens=output, log_probs=log_probs, meta_info=reply["meta_info"])
+        assert len(output) == count
+        assert torch.equal(sample.rollout_routed_experts.long().sort().values, choices(reference, sample.tokens))
+    assert "retract" in (tmp_path / "decode.log").read_text().lower()
 
 
 @pytest.mark.timeout(900)

@@ -159,6 +159,8 @@ TRAITS: dict[str, Traits] = {
     "sglang_chunked_prefill_size": _cpu_engine(2048),
     "sglang_image_processor_backend": _cpu_engine("pil"),  # no torchvision; with images everywhere, see rules.data
     "sglang_disaggregation_transfer_backend": _cpu_engine("nixl"),  # between prefill and decode engines; over TCP
+    # the other way copies caches with a CUDA stream
+    "sglang_disaggregation_decode_retraction_backup": _cpu_engine("cpu_tensor"),
     # CPU time per token: 13 % less than with 64, 4 % more than with 256
     "sglang_max_running_requests": _cpu_engine(128),
     "attention_backend": Traits(gpu_values=("flash", "fused")),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from slime.arguments import diagnostics
 from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
+from slime.arguments.files.sglang_config import ServerGroupConfig
 from slime.arguments.placement import Model, engines_of, layout_of, models_of
 
 OF_ENCODERS = frozenset({"encoder_only", "language_only", "encoder_urls", "encoder_register_urls"})
@@ -321,9 +323,27 @@ def _check_disaggregation(args: Args, option: str, model: Model) -> None:
                 "mooncake or nixl"
             )
     if args.use_rollout_routing_replay and model.update_weights:
+        _check_sent_experts(args, option, model.name, groups)
+
+
+def _check_sent_experts(args: Args, option: str, model: str, groups: Sequence[ServerGroupConfig]) -> None:
+    """Every rank of a prefill engine sends the experts of all layers to one rank of the decode engine."""
+
+    def values(name: str) -> set[Any]:
+        return {group.overrides.get(name, getattr(args, f"sglang_{name}", None)) for group in groups}
+
+    stages, sizes = values("pp_size") - {None, 1}, {group.num_gpus_per_engine for group in groups}
+    if stages:
         raise ArgumentError(
-            f"--use-rollout-routing-replay and the prefill engines of {option} exclude each other: the experts of "
-            "prompts are not sent to the decode engines; leave one of them out, or use --use-routing-replay"
+            f"{option}: prefill and decode engines of model {model} with {max(stages)} pipeline stages (pp_size) know "
+            "the experts of a stage's own layers only, and --use-rollout-routing-replay needs those of all; leave "
+            "pp_size out, or use --use-routing-replay"
+        )
+    if len(sizes) > 1 and "nixl" in values("disaggregation_transfer_backend"):
+        raise ArgumentError(
+            f"{option}: with --use-rollout-routing-replay nixl sends the experts of prompts between engines of one "
+            f"size only, and those of model {model} have {' and '.join(map(str, sorted(sizes)))} GPUs; give all groups "
+            "the same num_gpus_per_engine, or use mooncake"
         )
 
 

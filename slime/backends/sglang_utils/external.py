@@ -208,7 +208,10 @@ def _wrong_settings(args: Args, server: Mapping[str, Any]) -> str | None:
     if kind == "encoder":
         return "it is an encoder engine, which takes no weights and answers no prompts; name those that it works for"
     if kind != "regular" and args.use_rollout_routing_replay:
-        return f"--use-rollout-routing-replay excludes {kind} engines: the experts of prompts do not reach the others"
+        return (
+            f"--use-rollout-routing-replay needs the run's own {kind} engines: SGLang alone does not send the experts "
+            "of prompts to decode engines, slime's plug-in in the run's own engines does"
+        )
     if args.use_rollout_routing_replay and not server.get("enable_return_routed_experts"):
         return "--use-rollout-routing-replay needs an engine that was started with --enable-return-routed-experts"
     if args.debug_rollout_only:  # it keeps its weights

@@ -156,9 +156,22 @@ def test_what_prefill_engines_exclude() -> None:
         parse("--prefill-num-servers", 1, "--colocate", "--actor-num-gpus-per-node", 2, "--rollout-num-gpus", 4)
     with pytest.raises(ArgumentError, match="--sglang-disaggregation-mode decode would be that of every engine"):
         parse("--sglang-disaggregation-mode", "decode", "--rollout-num-gpus", 2)
-    experts = ["--num-experts", 4, "--moe-ffn-hidden-size", 32, "--use-rollout-routing-replay"]
-    with pytest.raises(ArgumentError, match="--use-rollout-routing-replay and the prefill engines of --prefill-num-se"):
-        parse("--prefill-num-servers", 1, "--rollout-num-gpus", 2, *experts)
+
+
+def test_experts_of_prompts_go_from_prefill_to_decode_engines_of_one_form(tmp_path: Path) -> None:
+    experts = ["--num-experts", 4, "--moe-ffn-hidden-size", 32, "--use-rollout-routing-replay", "--debug-rollout-only"]
+    parse("--prefill-num-servers", 1, "--rollout-num-gpus", 2, *experts)
+    with pytest.raises(ArgumentError, match="model default with 2 pipeline stages .* own layers only"):
+        parse("--prefill-num-servers", 1, "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2,
+              "--sglang-pp-size", 2, *experts)  # fmt: skip
+    prefill, decode = (
+        "{worker_type: prefill, num_gpus: 1}",
+        "{worker_type: decode, num_gpus: 2, num_gpus_per_engine: 2}",
+    )
+    groups = ["--sglang-config", models(tmp_path, f"{{name: a, server_groups: [{prefill}, {decode}]}}")]
+    with pytest.raises(ArgumentError, match="one size only, and those of model a have 1 and 2 GPUs"):
+        parse(*groups, "--rollout-num-gpus", 3, "--sglang-disaggregation-transfer-backend", "nixl", *experts)
+    parse(*groups, "--rollout-num-gpus", 3, "--sglang-disaggregation-transfer-backend", "mooncake", *experts)
 
 
 def test_without_a_trainer_every_model_keeps_its_weights(tmp_path: Path) -> None:

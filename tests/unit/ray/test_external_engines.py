@@ -197,7 +197,7 @@ def test_an_engine_of_another_model_is_refused(servers: Any, tmp_path: Path) -> 
         (
             {"disaggregation_mode": "decode", "enable_return_routed_experts": True},
             {"use_rollout_routing_replay": True},
-            "--use-rollout-routing-replay excludes decode engines",
+            "--use-rollout-routing-replay needs the run's own decode engines",
         ),
         ({"quantization": "fp8"}, {}, "--quantization fp8, and pushes of weights are not quantized"),
         ({"dp_size": 2}, {}, "start one server per copy"),

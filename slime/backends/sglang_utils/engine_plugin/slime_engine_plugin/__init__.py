@@ -20,12 +20,13 @@ def register() -> None:
     import torch
 
     from slime_engine_plugin.cpu import cuda_assumptions, disaggregation, quantized
-    from slime_engine_plugin.server import files, keys, pause, rendezvous, request_fields, start
+    from slime_engine_plugin.server import files, keys, pause, prompt_experts, rendezvous, request_fields, start
     from slime_engine_plugin.weights import repacked
 
     on_cpu = not torch.cuda.is_available()
     pause.register(on_cpu)
     request_fields.register()
+    prompt_experts.register()
     start.register(on_cpu)
     files.register()
     keys.register()
