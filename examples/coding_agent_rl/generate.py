@@ -69,6 +69,7 @@ class AdapterService(metaclass=SingletonMeta):
             tool_parser=args.sglang_tool_call_parser,
             reasoning_parser=args.sglang_reasoning_parser,
             fork_threshold_tokens=CONFIG.fork_merge_threshold,
+            args=args,
         )
         self.handle = run_app_in_thread(self.adapter.app, host=CONFIG.adapter_bind_host, port=CONFIG.adapter_port)
         self.url = f"http://{join_address(CONFIG.adapter_public_host, self.handle.port)}"

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slime.agent.same_answer import joined, likeness, says
+from slime.agent.turn_experts import TurnExperts
+from slime.utils.misc import to_int32_tensor
 from slime.utils.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,7 @@ class TurnRecord:
     ``finish_reason`` is ``stop``, ``length`` or ``tool_calls``; ``output_log_probs`` has one entry per output token, or
     none where the engine gave none; ``ill_formed``: a tool call could not be parsed; ``meta_info`` is the
     engine's, from which samples get weight versions and cache counters. ``images`` are those of the prompt, each with
-    one placeholder in it.
+    one placeholder in it. ``experts`` are those of all tokens but the last, placeholders as the engine expands them.
     """
 
     prompt_ids: Sequence[int]
@@ -43,6 +45,7 @@ class TurnRecord:
     ill_formed: bool = False
     meta_info: Mapping[str, Any] = field(default_factory=dict)
     images: Sequence[str] = ()
+    experts: TurnExperts | None = None
 
     def compact(self) -> TurnRecord:
         """The turn with arrays for lists: each holds its whole prompt, and a list of ints is nine times as large."""
@@ -137,6 +140,7 @@ class TrajectoryManager:
         self._roots: dict[str, MessageNode] = {}
         self._turns: dict[str, int] = {}
         self._log_probs: dict[str, bool] = {}
+        self._with_experts: dict[str, list[TurnRecord]] = {}
         self._lock = threading.Lock()
 
     def has_session(self, sid: str) -> bool:
@@ -169,6 +173,8 @@ class TrajectoryManager:
             self._check_log_probs(sid, turn)
             root = self._roots.setdefault(sid, MessageNode("", {}))
             turn = turn.compact()
+            if turn.experts is not None:
+                turn = self._with_first_experts(sid, turn, turn.experts)
             said = {"role": "assistant", "content": ""} if response_message is None else response_message
             leaf = self._mount(sid, root, prompt_messages, turn).add(said)
             leaf.turn, leaf.turn_index = turn, self._turns.get(sid, 0)
@@ -235,9 +241,27 @@ class TrajectoryManager:
         with self._lock:
             self._forget(sid)
 
+    def _with_first_experts(self, sid: str, turn: TurnRecord, own: TurnExperts) -> TurnRecord:
+        """``turn`` with the experts of the earlier turn that most of its prompt was read in, for what both read."""
+        earlier, start, before = self._with_experts.setdefault(sid, []), 0, own
+        for one in earlier:
+            length, experts = len(one.prompt_ids), one.experts
+            same = _common_prefix_len(one.prompt_ids, turn.prompt_ids)
+            if experts is None or (same < length and one.images):  # how many tokens the images there are is not known
+                continue
+            if same == length:
+                same += _common_prefix_len(one.output_ids, turn.prompt_ids[same : same + len(one.output_ids)])
+            of_images = experts.length + 1 - length - len(one.output_ids)
+            if min(same + of_images, experts.length) > start:
+                start, before = min(same + of_images, experts.length), experts
+        turn = replace(turn, experts=own.after(start, before) if start else own)
+        earlier.append(turn)
+        return turn
+
     def _forget(self, sid: str) -> MessageNode | None:
         self._turns.pop(sid, None)
         self._log_probs.pop(sid, None)
+        self._with_experts.pop(sid, None)
         return self._roots.pop(sid, None)
 
     def _check_log_probs(self, sid: str, turn: TurnRecord) -> None:
@@ -544,6 +568,9 @@ def sample_of(
     if not any(segment.trained and len(segment.trained.output_log_probs) for segment in segments):
         sample.rollout_log_probs = None
     sample.metadata = {**flags, "truncated": truncated}
+    if sequence.latest is not None and sequence.latest.turn is not None and sequence.latest.turn.experts is not None:
+        # of the turn that it ends with, which read all of its tokens
+        sample.rollout_routed_experts = to_int32_tensor(sequence.latest.turn.experts.first(len(sample.tokens) - 1))
     return sample
 
 

@@ -1,9 +1,9 @@
-"""Sampling parameters of requests to the engines: limits of what is left, and seeds."""
+"""Sampling parameters of requests to the engines: limits of what is left, and seeds; and fields of replies."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -22,3 +22,12 @@ def sampling_seed(*parts: object) -> int:
     """Return the seed, below 2^31, of a response that ``parts`` tell from all others: the same ones, the same seed."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def asked_fields(names: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of a request for a reply with more than tokens and log-probs.
+
+    Routers drop fields that they do not know, and pass on the labels, which the engine plugin reads.
+    """
+    labels = {f"slime_{name}": "true" for name in names}
+    return {**dict.fromkeys(names, True), **({"custom_labels": labels} if names else {})}

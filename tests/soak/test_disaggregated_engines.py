@@ -287,7 +287,7 @@ def test_engines_that_die_are_done_without_and_replaced(served: Served, args: Si
 
 
 def test_experts_of_prompts_come_with_their_caches(tmp_path: Path) -> None:
-    """Answers of one token end in the prefill engine; the decode engine's cache is too small for all, so it retracts."""
+    """Answers of one token end in the prefill engine; the decode engine's cache is too small, so that it retracts."""
     need("nixl")
     checkpoint = make_checkpoint(tmp_path / "model")
     reference = Reference(checkpoint)

@@ -22,6 +22,7 @@ class Gateway(metaclass=SingletonMeta):
             tokenizer=GenerateState(args).tokenizer,
             sglang_url=get_model_url(args, "default", ""),
             fork_threshold_tokens=0,
+            args=args,
         )
         self.handle = run_app_in_thread(self.adapter.app, host="127.0.0.1")
 

@@ -55,10 +55,13 @@ from slime.servers.request_checks import browser_guard
 from slime.utils.chat_messages import has_media, item_of, media_kind
 from slime.utils.image_tokens import WithImages, forbidden_ids, placeholder, placeholder_id, without_placeholders
 from slime.utils.images import ImageError
+from slime.utils.sampling import asked_fields
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from slime.arguments.args import Args
 
 __all__ = [
     "BaseAdapter",
@@ -120,7 +123,8 @@ class BaseAdapter(ProviderFormat):
     and the translated ``messages``.
 
     With the ``processor`` of the checkpoint, if that takes images, the model sees those of requests, else they are left
-    out. Its backend is to be that of the engines.
+    out. Its backend is to be that of the engines. With the ``args`` of a run with ``--use-rollout-routing-replay``
+    samples have the experts that the engines chose.
 
     The session id of a request is its token, which must be that of an open session. One that is called ``default``,
     for requests without a token, is for this host only.
@@ -143,8 +147,10 @@ class BaseAdapter(ProviderFormat):
         debug_callback: Callable[[str, list[Message], list[Message] | None, Message, TurnRecord], Any] | None = None,
         turn_filter: Callable[[Mapping[str, Any]], bool] | None = None,
         processor: Any = None,
+        args: Args | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.replay = args if args is not None and args.use_rollout_routing_replay else None
         self.processor = processor if isinstance(getattr(processor, "image_token", None), str) else None
         self.sglang_url = sglang_url.rstrip("/").removesuffix("/generate")
         self.text = TextWorker(tokenizer, tool_parser, reasoning_parser)
@@ -415,7 +421,7 @@ async def call_sglang_generate(
             return TurnRecord(list(prompt_ids), [], "length")
         params["max_new_tokens"] = min(params["max_new_tokens"], room)
     headers = {"X-SMG-Routing-Key": session_id} if session_id and session_id != DEFAULT_SID else None
-    replies = Replies(list(prompt_ids))
+    replies = Replies(list(prompt_ids), adapter.replay, more)
     stalled = 0
     while True:
         payload = {
@@ -424,6 +430,7 @@ async def call_sglang_generate(
             "sampling_params": left_of(params, replies),
             "return_logprob": True,
             **({"image_data": [session.images.seen[image].png for image in images]} if images else {}),
+            **({} if adapter.replay is None else asked_fields(["return_routed_experts"])),
         }
         payload = without_placeholders(payload, forbidden)
         reply = generated(await post(f"{adapter.sglang_url}/generate", payload, headers=headers))

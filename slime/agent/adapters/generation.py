@@ -7,8 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from slime.agent.adapters.http_requests import bad_request
 from slime.agent.trajectory import TurnRecord
+from slime.agent.turn_experts import TurnExperts, rows_of_reply
+from slime.arguments.args import Args
 from slime.servers.engine_replies import output_tokens
 from slime.utils.plain_numbers import is_integer, is_number
 from slime.utils.sampling import limited
@@ -76,9 +80,12 @@ def generated(reply: dict[str, Any]) -> Generated:
 
 
 class Replies:
-    """The tokens of a turn as they come."""
+    """The tokens of a turn as they come, and their experts where ``replay`` is given; ``more`` tokens than
+    ``prompt_ids`` are those of images."""
 
-    def __init__(self, prompt_ids: list[int]) -> None:
+    def __init__(self, prompt_ids: list[int], replay: Args | None = None, more: int = 0) -> None:
+        self.replay, self.more = replay, more
+        self.experts: np.ndarray | None = None
         self.prompt_ids = prompt_ids
         self.tokens = list(prompt_ids)
         self.log_probs: list[float] = []
@@ -99,6 +106,10 @@ class Replies:
             self.meta_info[name] = self.meta_info.get(name, 0) + (reply.meta_info.get(name) or 0)
         self.tokens += reply.output_ids
         self.log_probs += reply.log_probs
+        if self.replay is not None and reply.output_ids:
+            rows = rows_of_reply(self.replay, reply.meta_info, len(self.tokens) + self.more - 1)
+            # a turn that is resumed is read again from its start
+            self.experts = rows if self.experts is None else np.concatenate([self.experts, rows[len(self.experts) :]])
         return len(reply.output_ids)
 
     def _add_versions(self, reply: Generated) -> None:
@@ -118,9 +129,9 @@ class Replies:
         """The turn that they are. One that was aborted where its limit was has reached its limit."""
         finish = "length" if self.finish_reason == "abort" else self.finish_reason
         meta_info = {**self.meta_info, "finish_reason": {"type": finish}}
-        return TurnRecord(
-            self.prompt_ids, self.tokens[len(self.prompt_ids) :], finish, self.log_probs, False, meta_info
-        )
+        output = self.tokens[len(self.prompt_ids) :]
+        experts = None if self.experts is None else TurnExperts(self.experts)
+        return TurnRecord(self.prompt_ids, output, finish, self.log_probs, False, meta_info, experts=experts)
 
 
 def left_of(params: Mapping[str, Any], replies: Replies) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from slime.arguments import diagnostics
 from slime.arguments.args import Args
 from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
-from slime.arguments.files.sglang_config import ServerGroupConfig
-from slime.arguments.placement import Model, engines_of, layout_of, models_of
+from slime.arguments.placement import Model, ServerGroup, engines_of, layout_of, models_of
 
 OF_ENCODERS = frozenset({"encoder_only", "language_only", "encoder_urls", "encoder_register_urls"})
 """Fields of SGLang with which one engine encodes images and another one generates."""
@@ -326,13 +325,13 @@ def _check_disaggregation(args: Args, option: str, model: Model) -> None:
         _check_sent_experts(args, option, model.name, groups)
 
 
-def _check_sent_experts(args: Args, option: str, model: str, groups: Sequence[ServerGroupConfig]) -> None:
+def _check_sent_experts(args: Args, option: str, model: str, groups: Sequence[ServerGroup]) -> None:
     """Every rank of a prefill engine sends the experts of all layers to one rank of the decode engine."""
 
     def values(name: str) -> set[Any]:
         return {group.overrides.get(name, getattr(args, f"sglang_{name}", None)) for group in groups}
 
-    stages, sizes = values("pp_size") - {None, 1}, {group.num_gpus_per_engine for group in groups}
+    stages, sizes = values("pp_size") - {None, 1}, {group.num_gpus_per_engine or 1 for group in groups}
     if stages:
         raise ArgumentError(
             f"{option}: prefill and decode engines of model {model} with {max(stages)} pipeline stages (pp_size) know "

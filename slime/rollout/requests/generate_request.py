@@ -16,7 +16,7 @@ from slime.rollout.requests.generate_state import bookkeeping_of, replays_top_p
 from slime.rollout.requests.images import check_prompt, check_sampled, request_fields, set_train_inputs
 from slime.servers.engine_replies import output_tokens
 from slime.utils.image_tokens import expanded, forbidden_ids, without_placeholders
-from slime.utils.sampling import limited
+from slime.utils.sampling import asked_fields, limited
 from slime.utils.types import Sample
 
 if TYPE_CHECKING:
@@ -101,9 +101,7 @@ def generate_payload(
         asked.append("return_routed_experts")
     if replays_top_p(args) and not evaluation:
         asked.append("return_sampling_mask")
-    payload.update(dict.fromkeys(asked, True))
-    if asked:  # routers drop fields that they do not know, and pass these on; the engine plugin reads them
-        payload["custom_labels"] = {f"slime_{field}": "true" for field in asked}
+    payload.update(asked_fields(asked))
     return without_placeholders(payload, forbidden_ids(state))
 
 

@@ -161,7 +161,7 @@ def test_what_prefill_engines_exclude() -> None:
 def test_experts_of_prompts_go_from_prefill_to_decode_engines_of_one_form(tmp_path: Path) -> None:
     experts = ["--num-experts", 4, "--moe-ffn-hidden-size", 32, "--use-rollout-routing-replay", "--debug-rollout-only"]
     parse("--prefill-num-servers", 1, "--rollout-num-gpus", 2, *experts)
-    with pytest.raises(ArgumentError, match="model default with 2 pipeline stages .* own layers only"):
+    with pytest.raises(ArgumentError, match=r"model default with 2 pipeline stages .* own layers only"):
         parse("--prefill-num-servers", 1, "--rollout-num-gpus", 4, "--rollout-num-gpus-per-engine", 2,
               "--sglang-pp-size", 2, *experts)  # fmt: skip
     prefill, decode = (

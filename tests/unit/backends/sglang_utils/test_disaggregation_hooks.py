@@ -62,7 +62,7 @@ def test_pages_of_experts_are_sent_as_one_more_state(monkeypatch: pytest.MonkeyP
     assert [told.get("src_mem_kind") for told in sent] == [told.get("dst_mem_kind") for told in sent] == ["DRAM", None]
 
 
-def test_experts_of_a_retracted_request_come_back_to_its_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_a_retracted_request_get_its_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0), seqlen=4)
     pool = SimpleNamespace(req_to_token=torch.tensor([[5, 1, 2, 0]]))
     with engine_plugin() as load:
@@ -108,7 +108,7 @@ def test_only_engines_that_send_experts_are_hooked(monkeypatch: pytest.MonkeyPat
         assert len(found) == hooked
         monkeypatch.setattr(hooks, "require", lambda target, parameters: _differs(hooks, target))
         if hooked:
-            with pytest.raises(SystemExit, match="cannot send the experts of prompts with this SGLang: .* differs"):
+            with pytest.raises(SystemExit, match=r"cannot send the experts of prompts with this SGLang: .* differs"):
                 hooks.register()
 
 

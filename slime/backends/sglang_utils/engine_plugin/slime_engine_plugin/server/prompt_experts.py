@@ -1,9 +1,9 @@
 """Send the routed experts of prompts from prefill engines to decode engines, with the key-value cache.
 
 SGLang keeps the experts of every token in host memory, in the row of its slot in the key-value cache, and reads a
-request's rows when it has finished. A decode engine did not compute the prompt: its rows there are those of whatever was
-in these slots before. So the rows become one more state that goes with the pages of the cache. Rows are also kept with
-the caches of retracted requests, which come back to other slots, and read of requests whose first token is the last.
+request's rows when it has finished. A decode engine did not compute the prompt: its rows there are those of what was in
+these slots before. So the rows become one more state that goes with the pages of the cache. Rows are also kept with the
+caches of retracted requests, which get other slots, and read of requests whose first token is the last.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def collect_of_first_tokens(processor: Any, batch: ScheduleBatch) -> None:
 
 def keep(backup: Callable[..., bool], request: Req, tree_cache: Any, pool: Any, allocator: Any, backend: str) -> bool:
     """Around ``retraction_backup``: copy the rows too."""
-    request.slime_experts = rows_of_slots()[_slots(request, pool)]  # type: ignore[attr-defined]
+    request.slime_experts = rows_of_slots()[_slots(request, pool)]
     return backup(request, tree_cache, pool, allocator, backend)
 
 
@@ -83,8 +83,8 @@ def bring_back(
 ) -> None:
     """Around ``retraction_restore``: the rows go to the request's new slots."""
     restore(request, tree_cache, pool, allocator, backend)
-    rows_of_slots()[_slots(request, pool)] = request.slime_experts  # type: ignore[attr-defined]
-    del request.slime_experts  # type: ignore[attr-defined]
+    rows_of_slots()[_slots(request, pool)] = request.slime_experts
+    del request.slime_experts
 
 
 def _slots(request: Req, pool: Any) -> torch.Tensor:
