@@ -54,8 +54,8 @@ def rows_of_reply(args: Args, meta_info: Mapping[str, Any], read: int) -> np.nda
     found = decode_int32_meta_array([] if raw is None else raw)
     if found.size != np.prod(shape):
         raise RuntimeError(
-            f"the engine's reply has {found.size} routed experts, and --use-rollout-routing-replay needs {read} tokens x "
-            f"{shape[1]} layers x top-{shape[2]}: is it of this run, and does it serve the model that is trained?"
+            f"the engine's reply has {found.size} routed experts, and --use-rollout-routing-replay needs {read} tokens "
+            f"x {shape[1]} layers x top-{shape[2]}: is it of this run, and does it serve the model that is trained?"
         )
     rows: np.ndarray = compact_experts(found.reshape(shape), args.num_experts)
     return rows
