@@ -182,8 +182,8 @@ def check_top_p(args: Args) -> None:
         given = getattr(args, f"sglang_{name}", None)
         if given is not None and value in (None, given):
             raise ArgumentError(
-                f"{option}: SGLang does not report which tokens each one was sampled among with "
-                f"--sglang-{name.replace('_', '-')} {given}; leave one of them out"
+                f"{option}: SGLang answers no request for the tokens that each one was sampled among with "
+                f"--sglang-{name.replace('_', '-')} {given}, whatever its other flags; leave one of them out"
             )
 
 

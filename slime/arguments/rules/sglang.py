@@ -100,6 +100,14 @@ def _check_speculation(args: Args) -> None:
             flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             diagnostics.warn(args, f"{flags} without --sglang-speculative-algorithm: nothing is drafted, no effect")
         return
+    for name in ("sglang_speculative_accept_threshold_single", "sglang_speculative_accept_threshold_acc"):
+        if getattr(args, name, 1.0) != 1.0:
+            diagnostics.warn(
+                args,
+                f"--{name.replace('_', '-')} {getattr(args, name)}: drafts are accepted more often than the policy "
+                "would sample them, so that log-probs are not those of the distribution that tokens come from; only "
+                "1.0 samples from the policy",
+            )
     if str(algorithm).upper() not in DRAFTED_BY_A_MODEL or args.sglang_speculative_draft_model_path:
         return
     known = known_config(args.hf_checkpoint) or {}

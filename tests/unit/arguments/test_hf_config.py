@@ -239,6 +239,9 @@ def warnings(capsys, *flags):
 
 
 def test_settings_of_drafts_without_drafts_are_named(capsys):
+    accepts = ["--sglang-speculative-algorithm", "NGRAM", "--sglang-speculative-accept-threshold-acc", 0.9]
+    assert "--sglang-speculative-accept-threshold-acc 0.9: drafts are accepted more often" in warnings(capsys, *accepts)
+    assert "threshold" not in warnings(capsys, *accepts[:2])
     printed = warnings(capsys, "--sglang-speculative-num-steps", 3, "--sglang-speculative-eagle-topk", 1)
     assert "--sglang-speculative-eagle-topk, --sglang-speculative-num-steps without" in printed
 
