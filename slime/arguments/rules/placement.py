@@ -13,7 +13,8 @@ from slime.arguments.command_line import flags_where
 from slime.arguments.errors import ArgumentError
 from slime.arguments.placement import Model, ServerGroup, engines_of, layout_of, models_of
 
-OF_ENCODERS = frozenset({"encoder_only", "language_only", "encoder_urls", "encoder_register_urls"})
+LANGUAGE_ONLY = frozenset({"language_only", "encoder_urls"})
+OF_ENCODERS = LANGUAGE_ONLY | {"encoder_only", "encoder_register_urls"}
 """Fields of SGLang with which one engine encodes images and another one generates."""
 
 
@@ -271,7 +272,7 @@ def check_models(args: Args) -> None:
         return
     for name in sorted(OF_ENCODERS):
         if f"sglang_{name}" in args.explicit_flags and getattr(args, f"sglang_{name}"):
-            _refuse_encoders(args, f"--sglang-{name.replace('_', '-')}: encoder engines")
+            _refuse_encoders(args, f"--sglang-{name.replace('_', '-')}: encoder engines", _NO_PUSH)
     if models is None:
         return
     option = f"--prefill-num-servers {args.prefill_num_servers}"
@@ -279,9 +280,7 @@ def check_models(args: Args) -> None:
         option = f"--sglang-config {args.sglang_config}"
     for model in models:
         for group in model.server_groups:
-            if group.worker_type == "encoder" or OF_ENCODERS & set(group.overrides):
-                _refuse_encoders(args, f"{option}: encoder engines (model {model.name})")
-                break
+            _check_encoders(args, option, model, group)
         if model.has_pd_disaggregation:
             _check_disaggregation(args, option, model)
     if any(model.name == "default" for model in models[1:]):
@@ -291,11 +290,28 @@ def check_models(args: Args) -> None:
     _check_borders(args, option, models)
 
 
-def _refuse_encoders(args: Args, what: str) -> None:
-    message = (
-        f"{what} are not available yet in this version: SGLang's encoder server takes no new weights; use regular "
-        "ones, which encode images too"
-    )
+def _check_encoders(args: Args, option: str, model: Model, group: ServerGroup) -> None:
+    """Engines of a frozen model may have their images encoded by servers that run elsewhere."""
+    given = {name for name in OF_ENCODERS if group.overrides.get(name)}
+    frozen = not model.update_weights or args.debug_rollout_only
+    if group.worker_type == "encoder" or given - LANGUAGE_ONLY or (given and not frozen):
+        _refuse_encoders(args, f"{option}: encoder engines (model {model.name})", _START_THEM if frozen else _NO_PUSH)
+    elif given and given != LANGUAGE_ONLY:
+        raise ArgumentError(
+            f"{option}: model {model.name} has engines with {given.pop()} alone; language_only: true and encoder_urls "
+            "go together: give both"
+        )
+
+
+_NO_PUSH = "SGLang's encoder server takes no new weights; use regular ones, which encode images too"
+_START_THEM = (
+    "slime starts none; start them with SGLang (--encoder-only) and give groups of a frozen model (update_weights: "
+    "false) the overrides language_only: true and encoder_urls: [...]"
+)
+
+
+def _refuse_encoders(args: Args, what: str, why: str) -> None:
+    message = f"{what} are not available yet in this version: {why}"
     if not args.dry_run:
         raise ArgumentError(message)
     args.not_available.append(message)

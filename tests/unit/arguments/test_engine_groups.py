@@ -114,6 +114,23 @@ def test_models_that_are_refused(tmp_path: Path, given: list[str], message: str)
         parse("--sglang-config", path, "--rollout-num-gpus", slots)
 
 
+def test_engines_of_a_frozen_model_have_their_images_encoded_by_others(tmp_path: Path) -> None:
+    def parsed(*settings: str, kind: str = "regular") -> Any:
+        group = f"{{worker_type: {kind}, num_gpus: 1, overrides: {{{', '.join(settings)}}}}}"
+        judge = f"{{name: judge, update_weights: false, server_groups: [{{num_gpus: 1}}, {group}]}}"
+        path = models(tmp_path, "{name: actor, server_groups: [{num_gpus: 1}]}", judge)
+        return parse("--sglang-config", path, "--rollout-num-gpus", 3)
+
+    language, urls = "language_only: true", "encoder_urls: ['http://e:1']"
+    assert engines_of(parsed(language, urls))[2].overrides["encoder_urls"] == ["http://e:1"]
+    for alone in (language, urls):
+        with pytest.raises(ArgumentError, match="language_only: true and encoder_urls go together: give both"):
+            parsed(alone)
+    for settings, kind in ((["encoder_only: true"], "regular"), ([], "encoder")):
+        with pytest.raises(ArgumentError, match=r"\(model judge\) .* slime starts none; start them with SGLang"):
+            parsed(*settings, kind=kind)
+
+
 @pytest.mark.parametrize("words", ["--sglang-encoder-only", "--sglang-language-only", "--sglang-encoder-urls http://e"])
 def test_flags_of_encoder_engines_are_refused(words: str) -> None:
     option = words.split()[0]
