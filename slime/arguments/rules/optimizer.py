@@ -38,6 +38,11 @@ def train_steps(args: Args) -> int | None:
 
 
 def _check_adam(args: Args) -> None:
+    if args.optimizer in ("muon", "dist_muon"):
+        raise ArgumentError(
+            f"--optimizer {args.optimizer}: Megatron's Muon excludes its distributed optimizer, whose buffers weights "
+            "are pushed, offloaded and saved from, and does not fit the emerging_optimizers on PyPI; use adam"
+        )
     if args.optimizer != "adam":
         raise ArgumentError(
             f"--optimizer {args.optimizer}: expected adam, the only one whose state Megatron divides among ranks "
