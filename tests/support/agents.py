@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from slime.agent.adapters import BaseAdapter
 from slime.agent.aiohttp_threaded import AppHandle, run_app_in_thread
+from slime.agent.trajectory import TurnRecord
+from slime.agent.turn_experts import TurnExperts
 from slime.utils.types import Sample
 from tests.support.standin import StandInCluster
 
@@ -102,3 +106,23 @@ def trained_text(sample: Sample) -> list[str]:
     cut = len(sample.tokens) - sample.response_length
     marked = "".join(chr(t) if m else "\0" for t, m in zip(sample.tokens[cut:], sample.loss_mask, strict=True))
     return [stretch for stretch in marked.split("\0") if stretch]
+
+
+def read_by(turn: TurnRecord, number: int) -> TurnRecord:
+    """``turn`` with its ``number`` as the expert of every token that it read."""
+    rows = np.full((len(turn.prompt_ids) + len(turn.output_ids) - 1, 1, 1), number)
+    return replace(turn, experts=TurnExperts(rows))
+
+
+def check_experts(samples: list[Sample], read: list[list[int]]) -> None:
+    """The experts of a token, which are the number of a turn here, are of one that read just the tokens up to it; and
+    those of tokens before a trained one are not of turns after that in which it was made, whose ids are its own."""
+    for sample in samples:
+        experts = sample.rollout_routed_experts[:, 0, 0].tolist()
+        assert len(experts) == len(sample.tokens) - 1
+        for place, number in enumerate(experts):
+            assert read[number][: place + 1] == sample.tokens[: place + 1]
+        for place in range(len(sample.tokens) - sample.response_length, len(sample.tokens)):
+            if sample.loss_mask[place - len(sample.tokens)]:
+                made_in = next(k for k, tokens in enumerate(read) if sample.tokens[place] in tokens)
+                assert max(experts[:place]) <= made_in

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slime.agent.trajectory import TrajectoryManager, TurnRecord, _common_prefix_len
-from slime.agent.turn_experts import TurnExperts
 from slime.utils.types import Sample
+from tests.support.agents import check_experts, read_by
 
 BASE = Sample(group_index=3, index=7, rollout_id=0, prompt="do it", label="done")
 
@@ -568,8 +566,7 @@ def check(session: tuple[int, list[tuple[list[dict], dict, TurnRecord]]]) -> Non
     threshold, turns = session
     manager, slow = TrajectoryManager(fork_threshold_tokens=threshold), SlowManager(threshold)
     for number, (messages, reply, one) in enumerate(turns):
-        read = TurnExperts(np.full((len(one.prompt_ids) + len(one.output_ids) - 1, 1, 1), number))
-        manager.record_turn("s", turn=replace(one, experts=read), prompt_messages=messages, response_message=reply)
+        manager.record_turn("s", turn=read_by(one, number), prompt_messages=messages, response_message=reply)
         slow.record(messages, reply, one)
     assert manager.turn_count("s") == len(turns)
     samples = manager.get_trajectory("s", base_sample=BASE)
@@ -598,17 +595,3 @@ def check(session: tuple[int, list[tuple[list[dict], dict, TurnRecord]]]) -> Non
     # a sample ends with exactly what the engine saw and made in one of the turns
     whole = [[*one.prompt_ids, *one.output_ids] for _, _, one in turns]
     assert all([*prompt, *map(abs, cells)] in whole for prompt, cells in found)
-
-
-def check_experts(samples: list[Sample], read: list[list[int]]) -> None:
-    """The experts of a token, which are the number of a turn here, are of one that read just the tokens up to it; and
-    those of tokens before a trained one are not of turns after that in which it was made, whose ids are its own."""
-    for sample in samples:
-        experts = sample.rollout_routed_experts[:, 0, 0].tolist()
-        assert len(experts) == len(sample.tokens) - 1
-        for place, number in enumerate(experts):
-            assert read[number][: place + 1] == sample.tokens[: place + 1]
-        for place in range(len(sample.tokens) - sample.response_length, len(sample.tokens)):
-            if sample.loss_mask[place - len(sample.tokens)]:
-                made_in = next(k for k, tokens in enumerate(read) if sample.tokens[place] in tokens)
-                assert max(experts[:place]) <= made_in
