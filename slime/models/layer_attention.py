@@ -103,16 +103,16 @@ def _rope(config: Config, kind: str) -> Config:
 
 
 def yarn(config: Config) -> dict[str, Any]:
-    """Return the settings of YaRN that Megatron's rotary embedding of that name takes, under its names."""
+    """Return the attributes of Megatron's configuration that its rotary embedding with YaRN reads."""
     stated = config.get("rope_parameters") or config["rope_scaling"]
     return {
-        "rotary_scaling_factor": float(stated["factor"]),
-        "original_max_position_embeddings": int(stated["original_max_position_embeddings"]),
-        "beta_fast": float(stated.get("beta_fast") or 32.0),
-        "beta_slow": float(stated.get("beta_slow") or 1.0),
-        "mscale": None,
-        "mscale_all_dim": None,
-        "correction_range_round_to_int": bool(stated.get("truncate", True)),
+        "yarn_rotary_scaling_factor": float(stated["factor"]),
+        "yarn_original_max_position_embeddings": int(stated["original_max_position_embeddings"]),
+        "yarn_beta_fast": float(stated.get("beta_fast") or 32.0),
+        "yarn_beta_slow": float(stated.get("beta_slow") or 1.0),
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+        "yarn_correction_range_round_to_int": bool(stated.get("truncate", True)),
     }
 
 

@@ -33,7 +33,7 @@ def gpt_oss_model(
     config.window_size = (max(window or 1 for window in windows) - 1, 0)
     config.window_attn_skip_freq = [int(window is not None) for window in windows]
     for name, value in yarn(found).items():  # not fields of Megatron's configuration, but read from it
-        setattr(config, f"yarn_{name}", value)
+        setattr(config, name, value)
     block = decoder_block_spec(args, config, vp_stage)
     stage: dict[str, Any] = {"pre_process": pre_process, "post_process": post_process, "vp_stage": vp_stage}
     model: Any = gpt_model(args, config, block, positions="yarn", **stage)
