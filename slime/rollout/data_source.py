@@ -23,6 +23,7 @@ from slime.rollout.durable.state_codec import decode_group, decode_value, encode
 from slime.rollout.groups import copy_prompt
 from slime.rollout.hooks.hook import Hook, describe, make_hook
 from slime.rollout.requests.generate_request import longest_prompt
+from slime.rollout.staleness import weight_clock, with_all_steps
 from slime.utils.atomic_file import write_atomically
 from slime.utils.data import Dataset
 from slime.utils.declared import with_defaults
@@ -218,7 +219,7 @@ class RolloutDataSource(DataSource):
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the data and the groups that wait, as JSON types."""
         with self._draw_lock:
-            return {**self._place(), "buffer": [encode_group(group) for group in self._waiting_groups()]}
+            return {**self._place(), "buffer": [encode_group(group) for group in self._to_save()]}
 
     def _place(self) -> dict[str, Any]:
         return {
@@ -234,6 +235,10 @@ class RolloutDataSource(DataSource):
     def _waiting_groups(self) -> list[Group]:
         """Return the groups that come out before new prompts."""
         return self._taken_back
+
+    def _to_save(self) -> list[Group]:
+        """Return the waiting groups with the age of their tokens, which versions say in this process only."""
+        return [with_all_steps(group, weight_clock()) for group in self._waiting_groups()]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to the place that ``state_dict`` described. Raises ValueError for a state that this data cannot have."""
@@ -283,7 +288,7 @@ class RolloutDataSource(DataSource):
         with self._draw_lock:
             own = type(self).state_dict is not RolloutDataSource.state_dict  # a subclass keeps more
             state = self.state_dict() if own else self._place()
-            buffer = list(self._waiting_groups())
+            buffer = self._to_save()
         parts = [to_json(state)[:-1]]
         if not own:
             parts += [b',"buffer":', *samples_to_json(buffer)]

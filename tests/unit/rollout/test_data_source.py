@@ -19,6 +19,7 @@ from slime.rollout.base_types import iter_samples
 from slime.rollout.data_source import RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.rollout.durable import journal_writer
 from slime.rollout.durable.state_codec import NotStorable, decode_value, encode_value
+from slime.rollout.staleness import WeightClock
 from slime.utils import atomic_file
 from slime.utils.types import Sample
 from tests.support.rollout_args import CharTokenizer, rollout_args, write_prompts
@@ -274,6 +275,24 @@ def test_a_class_that_never_hands_out_what_it_is_handed_back_says_so(make, caplo
     again.load(0)
     assert source.get_samples(1) == first
     assert prompts(again.get_samples(1)) == prompts(first)
+
+
+def test_tokens_in_the_buffer_keep_their_age_across_a_restart_that_numbers_versions_again(make, monkeypatch):
+    clock = WeightClock()
+    monkeypatch.setattr(data_source, "weight_clock", lambda: clock)
+    clock.publish(1, 6)
+    source = make()
+    ((one, two),) = source.get_samples(1)
+    spans = [{"version": "2", "start": 0, "end": 1}]  # pushed, and not reported yet
+    reply = {"finish_reason": "abort", "weight_versions": spans}
+    one.append_response_tokens(tokens=[5], log_probs=[0.0], meta_info=reply)
+    source.add_samples([[one, two]])
+    source.save(4)
+    again = make()
+    again.load(4)
+    ((found, _),) = again.get_samples(1)
+    assert found.weight_version_spans == [{**spans[0], "step": 6}]
+    assert one.weight_version_spans == spans  # this process will know better
 
 
 def test_what_is_in_the_buffer_survives_exactly(make):

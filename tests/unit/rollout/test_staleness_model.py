@@ -24,7 +24,7 @@ from slime.rollout.durable.state_codec import decode_group, encode_group
 from slime.rollout.fully_async_rollout import AsyncRolloutWorker
 from slime.rollout.groups import copy_group
 from slime.rollout.rm_hub.errors import RewardErrors
-from slime.rollout.staleness import WeightClock
+from slime.rollout.staleness import WeightClock, with_all_steps
 from slime.utils.types import Sample
 from tests.support.rollout_args import rollout_args
 from tests.support.virtual_time import run_virtually
@@ -183,7 +183,8 @@ class World:
     def save(self) -> str:
         """Return a checkpoint, as the rollout manager saves it after a rollout."""
         open_groups = still_open(self.worker.to_save(), {"sample_group_index": self.source.drawn}, self.source.buffer)
-        front = [encode_group(group) for group in [*open_groups, *self.source.buffer]]
+        buffer = [with_all_steps(group, self.clock) for group in self.source.buffer]
+        front = [encode_group(group) for group in [*open_groups, *buffer]]
         return json.dumps({"front": front, "drawn": self.source.drawn, "dropped": self.dropped})
 
     async def restart(self, rollout_id: int, saved: str, upcoming: asyncio.Future[Any]) -> asyncio.Future[Any]:
