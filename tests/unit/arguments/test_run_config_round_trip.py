@@ -213,6 +213,7 @@ def test_the_round_trip(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(2400)
 def test_ten_thousand_round_trips(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     seen = run(tmp_path, 10_000, capsys)
