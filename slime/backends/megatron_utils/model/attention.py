@@ -388,7 +388,8 @@ class TorchCoreAttention(MegatronModule):
     ) -> Any:
         """Return the sinks, where there are any, cut over the tensor-parallel ranks."""
         if not isinstance(self.softmax_offset, torch.nn.Parameter):
-            return {}
+            state: Any = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+            return state
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
