@@ -32,6 +32,7 @@ CASES = {  # dense with a fused MLP; latent attention and experts; stacked exper
     "glm5.2": ("pp2",),  # layers with and without an indexer
     "qwen3_next": ("pp2", "tp2-sp"),
     "gemma4-whole": ("pp2", "tp2-sp"),  # layers with other heads, a number that is not trained
+    "gemma4_moe": ("ep2",),  # an MLP that is a shared expert
     "gpt_oss": ("tp2-sp", "ep2"),  # biases, whole and cut, and sinks
     "qwen3_5": ("tp2", "pp2"),  # the same without experts
     "glm4_moe-predicting": ("pp2",),  # with an MTP layer, numbered on after the last one, that repeats the embedding

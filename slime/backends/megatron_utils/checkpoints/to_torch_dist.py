@@ -181,6 +181,8 @@ def _key(rule: Rule, in_layer: set[str]) -> str:
     TransformerEngine's layers have a norm inside of the linear layer behind it, but for norms before experts, latent
     and linear attention, which have no such layer.
     """
+    if rule.with_experts and any(EXPERT in name for name in in_layer):
+        return rule.with_experts
     fused = [name for name in rule.megatron if name.endswith(_FUSED_NORM)]
     plain = [name for name in rule.megatron if name not in fused]
     chosen = [name for name in fused if name.removesuffix(_FUSED_NORM) + "weight" in in_layer] or plain

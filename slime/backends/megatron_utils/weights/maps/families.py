@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime.backends.megatron_utils.weights.layouts import QueryKey, Replicated, RowParallel
 from slime.backends.megatron_utils.weights.maps.glm4 import FusedGateUp
 from slime.backends.megatron_utils.weights.maps.parts import (
     DENSE,
     GATED_ATTENTION,
+    MEGATRON_LAYER,
     QK_NORM,
     QKV_BIAS,
     ROTARY_BUFFERS,
@@ -96,16 +99,30 @@ GEMMA3 = Family("gemma3_text", ("gemma3_text",), _GEMMA3, ROTARY_BUFFERS)
 _SHARED = "self_attention.linear_qk."
 _BESIDE = {
     **{f"mlp.{n}.weight": f"{n}.weight" for n in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")},
-    "mlp.pre_feedforward_layernorm.weight": "pre_feedforward_layernorm.weight",
     "mlp.pre_feedforward_layernorm_2.weight": "pre_feedforward_layernorm_2.weight",
     "mlp.router.weight": "router.proj.weight",
     "mlp.router.scale": "router.scale",
     "mlp.router.per_expert_scale": "router.per_expert_scale",
 }
+_MLP = {
+    f"{MEGATRON_LAYER}{dense}.weight": f"{MEGATRON_LAYER}{beside}.weight"
+    for dense, beside in {
+        "mlp.linear_fc1": "mlp.shared_experts.linear_fc1",
+        "mlp.linear_fc2": "mlp.shared_experts.linear_fc2",
+        "pre_mlp_layernorm": "mlp.pre_feedforward_layernorm",
+    }.items()
+}
+
+
+def _beside_experts(rule: Rule) -> Rule:
+    """Return the rule with the parameter's name in layers with experts, if it is one of the MLP."""
+    name = _MLP.get(rule.megatron[0])
+    return replace(rule, megatron=(*rule.megatron, name), with_experts=name) if name else rule
+
+
 _GEMMA4: tuple[Rule, ...] = (
-    *(rule for rule in _GEMMA3 if "input_layernorm" not in rule.megatron[0]),
+    *(_beside_experts(rule) for rule in _GEMMA3 if "input_layernorm" not in rule.megatron[0]),
     *(layer_rule(megatron, (hf,), Replicated()) for megatron, hf in _BESIDE.items()),
-    *shared_experts("mlp."),
     layer_rule(expert_names("linear_fc1"), ("experts.gate_up_proj",), FusedGateUp()),
     layer_rule(expert_names("linear_fc2"), ("experts.down_proj",), RowParallel()),
     layer_rule(

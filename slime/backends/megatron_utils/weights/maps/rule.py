@@ -26,11 +26,13 @@ class Rule:
     block of a vision tower, all of which are on the first pipeline stage. ``hf``:
     the tensors it is made of, in the layout's order. A rule with ``{expert}`` on Megatron's side alone means that the
     Hugging Face tensors stack all experts of the layer along a new first dimension; the layout describes one expert.
+    ``with_experts`` is the one of ``megatron`` that a layer with routed experts has, where that is not the first.
     """
 
     megatron: tuple[str, ...]
     hf: tuple[str, ...]
     layout: Layout
+    with_experts: str | None = None
 
     @property
     def is_expert(self) -> bool:
