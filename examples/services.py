@@ -30,7 +30,7 @@ from slime.utils.process_guard import GuardedProcess, spawn
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERVAL_S, ANSWER_S, SILENT_CHECKS = 2.0, 5.0, 3
-"""How often a service is asked, how long its answer may take, and after how many questions without one it is lost: a
+"""Times that a service is asked, seconds its answer may take, and questions without one after which it is lost: a
 service that hangs is named within 21 s, one that ends within 2 s."""
 
 

@@ -42,9 +42,9 @@ class SmallExample:
     rollouts: int
     watched: tuple[str, ...] = ()
     targets: Mapping[str, float] = field(default_factory=dict)
-    """What the share of right answers to a data set is to be at the end."""
+    """The least share of right answers to each data set at the end."""
     model: tuple[str, ...] = ()
-    """What ``tools.tiny_model`` gets besides the quickstart's sizes, or in their place."""
+    """Words for ``tools.tiny_model`` besides the quickstart's sizes, or in their place."""
     sft_flags: tuple[str, ...] = ()
     """Are added to those of SFT."""
     sft_rollouts: int = recipe.SFT_ROLLOUTS
@@ -56,7 +56,7 @@ class SmallExample:
     control: str = "examples.quickstart.reward.shuffled_rewards"
     """``--custom-reward-post-process-path`` of the control."""
     service: Callable[[Paths], AbstractContextManager[list[str]]] = lambda paths: nullcontext([])
-    """What runs beside GRPO, and yields more flags of it."""
+    """A context that runs beside GRPO, and yields more flags of it."""
 
     def grpo(self, paths: Paths, seed: int, *, rollouts: int, shuffled: bool) -> list[str]:
         """Return the arguments of ``train.py`` for GRPO, without those of the service."""

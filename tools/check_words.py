@@ -68,10 +68,8 @@ def check_source(source: str) -> Iterator[tuple[int, str, str]]:
         for number, row in enumerate(prose.split("\n"), start=line):
             for word, instead in plainer(row):
                 yield number, kind, f"{word!r}: write {instead}"
-    for node in ast.walk(tree):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and (opening := _OPENING.match(ast.get_docstring(node) or "")):
-            yield node.body[0].lineno, "opening", f"{opening[0]!r}: write a statement (Return ..., True if ...)"
+        if kind == "docstring" and (opening := _OPENING.match(text.lstrip())):
+            yield line, "opening", f"{opening[0]!r}: write a statement (Return ..., True if ...)"
 
 
 def _texts(tree: ast.Module) -> Iterator[tuple[int, str, str]]:

@@ -66,7 +66,7 @@ KINDS: dict[Kind, str] = {
     "str": "str", "int": "int", "float": "float", "json": "Any", "human_int": "int", "nullable_str": "str",
     "layout": "int | list[int]",
 }  # fmt: skip
-"""What an option of that kind is converted to."""
+"""The type that an option of that kind is converted to."""
 
 
 def render() -> dict[str, str]:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "scripts"
 TIMEOUT_S = 120
 CONFIG_FOLDER = "slime-dry-run-"
-"""How the directories begin, below the one for temporary files, in which scripts write their configuration."""
+"""Beginning of the directories for temporary files in which scripts write their configuration."""
 _VERDICT = re.compile(r"^A real run would (start|be refused:\n(.*))", re.DOTALL | re.MULTILINE)
 _REASON = re.compile(r"- (.*?)(?=\n  - |\Z)", re.DOTALL)
 

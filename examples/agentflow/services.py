@@ -37,7 +37,7 @@ class Settings:
     judge: str | None = "executor"
     """The model that grades answers that are not literally right; null: these are wrong."""
     urls: Mapping[str, str] = field(default_factory=dict)
-    """Where the ``/generate`` of a model is that is not in ``--sglang-config``, by its name."""
+    """URLs of the ``/generate`` of models that are not in ``--sglang-config``, by name."""
     model_tokens: int = 4096
     """Of an answer of these models."""
     model_timeout: float = 600.0

@@ -13,7 +13,7 @@ from slime.rollout.environments import ToolError
 
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
 KINDS = ("value", "value friend", "value friend friend", "next value", "next value friend")
-"""What is asked of somebody: the words are the tools that lead there, from the last to the first."""
+"""Questions about somebody: the words are the tools that lead there, from the last to the first."""
 
 
 def people() -> dict[str, tuple[str, str]]:

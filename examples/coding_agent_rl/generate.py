@@ -35,7 +35,7 @@ class Config:
     """Read from variables of the environment when the module is imported."""
 
     adapter_public_host: str = os.environ.get("ADAPTER_PUBLIC_HOST", "127.0.0.1")
-    """What sandboxes call this machine."""
+    """The name of this machine in sandboxes."""
     adapter_bind_host: str = os.environ.get("ADAPTER_BIND_HOST", "127.0.0.1")
     adapter_port: int = int(_number("ADAPTER_PORT", 18001))
     fork_merge_threshold: int = int(_number("SLIME_FORK_MERGE_MAX_RESPONSE_TOKENS", 1024))

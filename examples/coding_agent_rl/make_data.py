@@ -25,7 +25,7 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "%": operator.mod,
 }  # fmt: skip
 READ = "?"
-"""What the model writes to have the agent read the test."""
+"""The text that the model writes to have the agent read the test."""
 Task = tuple[int, int, str]
 
 

@@ -25,7 +25,7 @@ MODEL = (
     '"deepstack_visual_indexes": [0, 1]}',
     "--min-pixels", "1024",
 )  # fmt: skip
-"""What ``tools.tiny_model`` gets for a model that learns to read them: a picture of 32 by 32 pixels is one token."""
+"""Words for ``tools.tiny_model`` for a model that learns to read them: a picture of 32 by 32 pixels is one token."""
 
 
 class Drawing(NamedTuple):

@@ -19,7 +19,7 @@ from examples.quickstart.make_data import write
 
 SLIPS, LETTERS, DIGITS, CHUNK = 0.3, "abcd", "0123456789", 4
 SHARE_ANSWERS, SHARE_NOTHING, SHARE_PAIRS = 0.15, 0.6, 0.8
-"""How many demonstrations are answers, know nothing yet, and have a letter in their chunk."""
+"""Numbers of demonstrations that are answers, know nothing yet, and have a letter in their chunk."""
 NOTHING = "-"
 TRAIN, HELD_OUT = 4096, 96
 

@@ -28,7 +28,7 @@ class Settings:
     """Solvers, and rewriters."""
     correct_reward_weight: float = 1.2
     incorrect_reward_weight: float = 0.8
-    """What all rewards of an execution are multiplied by: when the selected solution is right, and otherwise."""
+    """Factors of all rewards of an execution: when the selected solution is right, and otherwise."""
     reasoning_end: str = "</think>"
     """Stands once in an answer that is passed to the next agents, before what they see; "" for models without it."""
     prompts: Mapping[str, str] | None = None

@@ -30,7 +30,7 @@ _LOADED_LATER = (
     "_strptime", "collections.abc", "encodings.ascii", "encodings.latin_1", "encodings.utf_16", "encodings.utf_32",
     "encodings.cp1252", "encodings.hex_codec", "encodings.unicode_escape", "unicodedata",
 )  # fmt: skip
-"""What the modules and methods of texts load when they are used."""
+"""Modules that the others and methods of texts load when they are used."""
 for _name in (*MODULES, *_LOADED_LATER):
     importlib.import_module(_name)
 _FORBIDDEN = ("open", "input", "exec", "eval", "compile", "breakpoint", "exit", "quit", "help", "globals", "vars")

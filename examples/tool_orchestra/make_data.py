@@ -25,7 +25,7 @@ PREFERENCES = {"cheap": {"accuracy": 1.0, "cost": 1.0}, "fast": {"accuracy": 1.0
 BUDGETS = {"cheap": {"cost": 2.0}, "fast": {"latency": 2.0}}
 """Of evaluations: enough for a search and the cheap expert, and for the dear one."""
 SHOWN = {"cheap": [4, 1, 1, 3], "fast": [2, 4, 1, 2]}
-"""How often demonstrations call each of ``MODELS``, relative to the others; ``search-1`` where nothing is found yet."""
+"""Weights of ``MODELS`` in the calls of demonstrations; ``search-1`` where nothing is found yet."""
 
 
 def problem(preference: str, place: str, number: int) -> str:

@@ -40,10 +40,10 @@ class Settings:
     document_chars: int = 4000
     state_tokens: int = 24_000
     func_call_domain: str = ""
-    """What makes the ``Domain`` of a task of the category ``func_call`` from ``(args, sample)``:
+    """The function that makes the ``Domain`` of a task of the category ``func_call`` from ``(args, sample)``:
     ``examples.tool_orchestra.tau2_domain.Tau2Domain``, or a dotted path of your own."""
     func_call_options: Mapping[str, Any] = field(default_factory=dict)
-    """What the domain reads: of tau2-bench's the options of ``examples/tau_bench/retail.yaml``."""
+    """Settings of the domain: of tau2-bench's the options of ``examples/tau_bench/retail.yaml``."""
     func_call_turns: int = 40
     """``max_turns`` of these tasks."""
 

@@ -72,7 +72,7 @@ Silencer = Literal[
     "episodes", "replay", "no engines", "no trainer", "--eval-config", "no data set", "--num-rollout", "own conversion",
     "own post-processing", "own advantages", "no discount", "no baseline", "no scaling", "sft_loss", "own reward",
 ]  # fmt: skip
-"""What takes the effect from a flag: the keys of ``rules.silenced.SILENCERS``."""
+"""Settings that take the effect from a flag: the keys of ``rules.silenced.SILENCERS``."""
 
 
 @dataclass(frozen=True, kw_only=True)

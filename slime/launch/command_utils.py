@@ -48,7 +48,7 @@ CORE_DUMP_ENVIRONMENT = {
     "CUDA_COREDUMP_FILE": "/tmp/cuda_coredump_%h.%p.%t",
 }
 HOME = str(Path.home())
-"""Where checkpoints and data sets are by default: in the containers that such scripts run in, the home of root."""
+"""The default place of checkpoints and data sets: the home of root in the containers that such scripts run in."""
 
 
 # The command line that starts a run, and where it is run: here, or as a job of a Ray cluster

@@ -10,7 +10,7 @@ Config = dict[str, Any]
 LAYERS_DIFFER = ("gemma3_text", "gemma4_text", "gpt_oss")
 """Families whose layers differ in windows, heads and positions: see ``layer_attention``."""
 OUTER = ("model_type", "architectures", "megatron", "vision_config", "image_token_id", "video_token_id")
-"""What a vision-language config says beside its text part."""
+"""Fields of a vision-language config beside its text part."""
 TIED = "tie_word_embeddings"
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLEANUP_GRACE_S = 10.0
-"""How long an interrupted coroutine may take to clean up before ``run`` stops waiting for it."""
+"""Seconds that an interrupted coroutine may take to clean up before ``run`` stops waiting for it."""
 
 _lock = threading.Lock()
 _loop_thread: _LoopThread | None = None

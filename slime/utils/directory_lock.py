@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 NAME = ".run.lock"
 HEARTBEAT_S = 5.0
 STALE_S = 60.0
-"""How long an owner that cannot be asked may be silent before it counts as gone."""
+"""Seconds that an owner that cannot be asked may be silent before it counts as gone."""
 SETTLE_S = 1.0
 """Longer than another process takes from reading the file to writing it."""
 SHOWN_CHARS = 300

@@ -191,7 +191,7 @@ class WithImages:
         self.image = placeholder(reader)
         self._shown: list[Any] = []
         self.inputs: dict[str, Any] = {}
-        """What the processor made of the images of the text that came last."""
+        """The tensors that the processor made of the images of the text that came last."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reader.tokenizer, name)

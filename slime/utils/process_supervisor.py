@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 OWNER_POLL_S = 0.5
 DRAIN_S = 1.0
-"""How long the end of a command waits for its last lines to reach the log."""
+"""Seconds that the end of a command waits for its last lines to reach the log."""
 ORPHAN_GRACE_S = 1.5
 """Time between SIGTERM and SIGKILL for what a dead owner leaves behind."""
 

@@ -72,7 +72,7 @@ class DeltaWriter:
     wire_bytes: int = 0
     _run: str = ""
     _base: Version | None = None
-    """What all engines confirmed last, and what ``_content`` holds."""
+    """The version that all engines confirmed last, and that ``_content`` holds."""
     _chain: list[int] = field(default_factory=list)
     """The versions that lead to the base, the whole one first."""
     _entries: dict[str, Entry] = field(default_factory=dict)

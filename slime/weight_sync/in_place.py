@@ -77,7 +77,7 @@ class InPlaceTransport(DistributedTransport):
         self._engines: list[EngineInfo] = []
         self._holders: set[EngineInfo] = set()
         self._base: Version | None = None
-        """What ``_holders`` confirmed last, and what ``_content`` holds."""
+        """The version that ``_holders`` confirmed last, and that ``_content`` holds."""
         self._since_full = 0
         self._takes_changes = True
         self._sums: dict[str, str] = {}

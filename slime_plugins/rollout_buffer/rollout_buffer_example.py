@@ -30,7 +30,7 @@ __all__ = ["generate_rollout"]
 logger = logging.getLogger(__name__)
 
 WAIT_S = 30.0
-"""How long one request may wait at the buffer for a group."""
+"""Seconds that one request may wait at the buffer for a group."""
 MOST_BAD_GROUPS = 1000
 """So many groups in a row that cannot be trained on are the generator's fault, and end the run."""
 MAX_EMPTY_RUNS = 1
@@ -40,7 +40,7 @@ RECORDED = (
     "tokens", "response", "response_length", "loss_mask", "rollout_log_probs", "weight_versions",
     "weight_version_spans", "agent_session",
 )  # fmt: skip
-"""What is taken over from the ``samples`` of a trajectory that came with its tokens."""
+"""Fields that are taken over from the ``samples`` of a trajectory that came with its tokens."""
 Group = list[Any]
 """The trajectories of a group: a sample each, or a list of several with one ``rollout_id``."""
 

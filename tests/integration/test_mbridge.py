@@ -29,7 +29,7 @@ WITHOUT = {
     "mimo": ["model.mtp_layers.0.input_proj.weight"],
     "deepseek_v3": ["model.layers.2.eh_proj.weight"],
 }
-"""What mbridge does not have: dense layers between those with experts; and MTP layers, which are compared nowhere."""
+"""Left out, as mbridge has no dense layers between those with experts; MTP layers are compared nowhere."""
 
 
 @pytest.fixture(scope="module")

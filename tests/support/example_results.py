@@ -8,7 +8,7 @@ GAIN, OVER_CONTROL, DRIFT = 0.15, 0.15, 0.20
 BY_CHANCE = 1 / 16 + 0.09
 """Of 16 answers, with four standard deviations of 128 problems."""
 SLOW = {("adaptive_environments", "hunt"): 0.10, ("delta_weight_sync", "held_out"): 0.10}
-"""What learns less in the time of a small version: both gained 0.12.
+"""Examples that learn less in the time of a small version: both gained 0.12.
 
 Shuffled rewards move a model too, but in no direction.
 

@@ -117,7 +117,7 @@ class WholeExperts(Experts):
 
 
 KINDS = {"dense, tied": (Dense, DENSE), "experts": (Experts, MOE), "expert parallelism": (WholeExperts, MOE)}
-"""What a rank is made as, and the shapes of its checkpoint."""
+"""The kind that a rank is made as, and the shapes of its checkpoint."""
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, seed: int = 0) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ PASS, FORWARD, RECOMPUTED = "log-prob pass", "training forward", "recomputation"
 
 
 FAILURES: list[str] = []
-"""What the next training step of this process fails with."""
+"""The error of the next training step of this process."""
 
 
 def fail_on_demand(*of_the_step: Any) -> None:

@@ -42,7 +42,7 @@ from slime.utils.types import Sample
 from slime_plugins.rollout_buffer.generator.base_generator import BaseGenerator
 
 SEEN: dict[str, list[Any]] = {}
-"""What plugins were given that return nothing, by kind."""
+"""Arguments of plugins that return nothing, by kind."""
 
 
 def note(kind: str, *values: Any) -> None:

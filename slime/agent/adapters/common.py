@@ -133,7 +133,7 @@ class BaseAdapter(ProviderFormat):
     max_tokens_keys: ClassVar[tuple[str, ...]]
     stop_keys: ClassVar[tuple[str, ...]]
     makes_pixels: ClassVar[bool] = True
-    """Whether samples get the trainer's tensors of their images."""
+    """True if samples get the trainer's tensors of their images."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from slime.utils.secrets import MASK, is_secret, mask_text
 
 OPTION = "--config"
 OWN_FLAGS = frozenset(flag.dest for flag in slime_flags() if not flag.traits.saved)
-"""What concerns one call and is no part of a configuration."""
+"""Words that concern one call and are no part of a configuration."""
 SECTIONS = ("versions", "arguments", "defaults", "derived")
 
 

@@ -60,7 +60,7 @@ MEGATRON_LM = Source("Megatron-LM", None, "megatron_training", "megatron.trainin
 
 CORE_VARIABLE = "SLIME_MEGATRON_CORE"
 INSTALLED, CHECKOUT = "installed", "checkout"
-"""What the variable may say: which megatron.core a run uses where there are two."""
+"""The values of the variable: the megatron.core that a run uses where there are two."""
 
 
 def installed_version(source: Source) -> str | None:

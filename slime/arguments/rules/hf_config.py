@@ -25,7 +25,7 @@ from slime.models.shape import moe_layer_pattern
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 GENERATES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""How the names of transformers' classes end that have an output layer over the vocabulary."""
+"""Ends of the names of transformers' classes that have an output layer over the vocabulary."""
 
 NEVER_TIED = ("qwen2_moe", "qwen3_moe", "qwen3_next", "glm4_moe", "mixtral")
 """Model types that SGLang 0.5 gives a separate ``lm_head`` for every value of ``tie_word_embeddings``."""

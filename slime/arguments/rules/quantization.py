@@ -16,7 +16,7 @@ from slime.models.facts import quantization_by_name
 from slime.weights.hf.checkpoint import quantization_of
 
 FAKE_INT4, GROUP_SIZE = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
-"""How slime <= 0.3.1 was asked for rounded weights in training."""
+"""The variables that asked slime <= 0.3.1 for rounded weights in training."""
 FP8_DETAILS = ("fp8_*", "tp_only_amax_red", "first_last_layers_bf16", "num_layers_at_*_in_bf16")
 """Attributes of the flags that say something of --fp8-format."""
 FP8_ROWS = {"blockwise": 128, "mxfp8": 32}

@@ -34,7 +34,7 @@ OPTION = "--megatron-config-path"
 CRITIC_OPTION = "--critic-overrides"
 ACTOR, CRITIC = "actor", "critic"
 CRITIC_DIRECTORY = "critic"
-"""Where in the actor's ``--save`` and ``--load`` the critic's checkpoints are, unless the file says otherwise."""
+"""The folder of the critic's checkpoints in the actor's ``--save`` and ``--load``, unless the file says otherwise."""
 PLACEMENT_KEYS = frozenset({"num_nodes", "num_gpus_per_node"})
 ROLES = ("actor", "critic")
 CRITIC_VALUES: dict[str, Any] = {

@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 _POLL_S = 0.0005
 # With the module for InfiniBand come the wheel's own libnl and the system's, and a process with both ends by SIGSEGV.
 UCX_OVER_TCP = {"UCX_TLS": "tcp", "UCX_MODULES": "^ib"}
-"""What NIXL's UCX reads when it starts: its other transports look for devices."""
+"""Settings that NIXL's UCX reads when it starts: its other transports look for devices."""
 UCX_ON_LOOPBACK = {"UCX_NET_DEVICES": "lo"}
 _UCX = {**UCX_OVER_TCP, **UCX_ON_LOOPBACK}
 

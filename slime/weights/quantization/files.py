@@ -31,7 +31,7 @@ ONLY_EXPERTS = (
     *("re:.*lm_head.*", "re:.*norm.*", "re:.*embed.*", "re:.*self_attn.*", "re:.*linear_attn.*"),
     *(r"re:.*shared_expert.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", r"re:.*mlp\.gate\..*"),
 )
-"""What is not quantized in INT4 unless rules are given: all but the routed experts."""
+"""Weights that are not quantized in INT4 unless rules are given: all but the routed experts."""
 
 
 def quantize_checkpoint(
@@ -127,7 +127,7 @@ class Weights:
         self._stored = {name: name for name in checkpoint.names - parts}
         self._stored |= {weight: weight + numbers for weight in self._quantized}
         self.by_tensor = {stored: weight for weight, stored in self._stored.items()}
-        """Which weight the numbers in a tensor of the checkpoint are of; scales are not in it."""
+        """The weight that the numbers in a tensor of the checkpoint are of, by tensor; scales are not in it."""
 
     @property
     def names(self) -> frozenset[str]:

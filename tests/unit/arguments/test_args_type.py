@@ -35,7 +35,7 @@ AT_START = {"run_dir", "sglang_router_ip", "sglang_router_port"}
 WHERE_READ = {"pg_loss_length", "update_weight_disk_dir"}
 """Flags whose None a rule refuses in the runs that read them."""
 SERVER_ARGS = "slime/backends/sglang_utils/engine_plugin"
-"""Where ``args`` are those of SGLang's server."""
+"""Places where ``args`` are those of SGLang's server."""
 
 
 def annotations() -> dict[str, Any]:

@@ -29,7 +29,7 @@ from tests.support.virtual_time import run_virtually
 HERE = __name__
 STARTED: Counter[Any] = Counter()
 DOWN_FOR: list[int] = []
-"""How many more calls fail, whatever they are about."""
+"""The number of calls that fail from now on, whatever they are about."""
 
 
 @pytest.fixture(autouse=True)

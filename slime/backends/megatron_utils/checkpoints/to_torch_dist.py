@@ -48,9 +48,9 @@ from slime.weights.quantization import read_format
 from slime.weights.quantization.files import Weights, state_of
 
 RELEASE = "release"
-"""What Megatron-LM calls a checkpoint of no iteration, of which the weights alone are loaded."""
+"""Megatron-LM's name of a checkpoint of no iteration, of which the weights alone are loaded."""
 Places = list[tuple[int, int]]
-"""Where each tensor of a file begins, and its bytes."""
+"""The place where each tensor of a file begins, and its bytes."""
 _FUSED_NORM = "layer_norm_weight"
 _BACKENDS = {
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",

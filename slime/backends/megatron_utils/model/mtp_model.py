@@ -39,7 +39,7 @@ ATTENTION_INPUTS = (
     *("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params"),
     "sequence_len_offset",
 )
-"""What megatron's layers get beside the hidden states, of the arguments of ``GPTModel._postprocess``."""
+"""Arguments of ``GPTModel._postprocess`` that megatron's layers get beside the hidden states."""
 
 
 class MTPLayer(MultiTokenPredictionLayer):

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 SCORES = 2**26
-"""How many scores, over all heads of the indexer, are computed at once: 256 query rows of 32 heads and 8192 keys."""
+"""Scores, over all heads of the indexer, that are computed at once: 256 query rows of 32 heads and 8192 keys."""
 K_NORM_EPSILON = 1e-6  # whatever the model's own is
 
 

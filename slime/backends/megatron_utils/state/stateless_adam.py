@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 _ONLY_STEP = 1
-"""What ``step`` is in every parameter group: a fresh optimizer is always at its first."""
+"""The ``step`` of every parameter group: a fresh optimizer is always at its first."""
 
 
 class StatelessAdam(torch.optim.Optimizer):

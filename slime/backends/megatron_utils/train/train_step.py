@@ -276,7 +276,7 @@ _MINIMIZED = ("loss", "pg_loss", "value_loss")
 _OF_KEPT = (
     "entropy_loss", "kl_loss", "opd_reverse_kl", "train_rollout_logprob_abs_diff", "pg_clipfrac", "ppo_kl",
 )  # fmt: skip
-"""What the policy loss measures of the tokens that a correction has left; the others are of all trained tokens."""
+"""Measures of the policy loss over the tokens that a correction has left; the others are of all trained tokens."""
 
 
 def _reduce_reports(args: Args, reports: Sequence[dict[str, Any]], global_batch_size: int) -> dict[str, float]:

@@ -17,7 +17,7 @@ from slime.utils import accelerator
 
 Described = tuple[str, tuple[int, ...], torch.dtype]
 Select = Callable[[Sequence[torch.nn.Module], Args, Family], list[Weight]]
-"""Which weights of a rank are meant: ``weights_of``, or those of adapters (``lora.peft``)."""
+"""A choice of a rank's weights: ``weights_of``, or those of adapters (``lora.peft``)."""
 
 
 @torch.no_grad()

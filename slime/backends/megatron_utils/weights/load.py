@@ -34,7 +34,7 @@ MAX_LISTED = 8
 COMPARED_ROWS = 64
 
 Own = dict[tuple[bool, int | None], set[int | None]]
-"""Which experts (None: what is not one) a rank has of (whether it is of an MTP layer, layer)."""
+"""The experts (None: not one) that a rank has, by (True for an MTP layer, layer)."""
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from tests.unit.backends.megatron_utils.test_loss import make_args, make_batch
 
 HERE = f"{__name__}."
 RETURNS: dict[str, Any] = {}
-"""What the functions below return or do in the test that is running."""
+"""Results of the functions below in the test that is running."""
 
 
 def whatever(*args: Any, **kwargs: Any) -> Any:

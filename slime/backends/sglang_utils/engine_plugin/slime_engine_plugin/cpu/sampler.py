@@ -30,7 +30,7 @@ BLOCK = 64
 WORTH_BLOCKS = 1 << 16
 """Entries from which on blocks are faster."""
 LARGEST = (256, 2048)
-"""How many of the largest probabilities of a row are tried, before all are sorted."""
+"""The number of the largest probabilities of a row that are tried before all are sorted."""
 RETRY_AFTER = 16
 """Steps without another try, when that many were too few: distributions change slowly."""
 

@@ -32,7 +32,7 @@ _BACKEND = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBack
 _BUILDING: ContextVar[bool] = ContextVar("_BUILDING", default=False)
 ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 SCORES = 2**26
-"""How many scores, over all heads of the indexer, are computed at once, as in the trainer."""
+"""The number of scores, over all heads of the indexer, that are computed at once, as in the trainer."""
 
 
 def is_sparse(original: Callable[[Any], bool], config: Any) -> bool:

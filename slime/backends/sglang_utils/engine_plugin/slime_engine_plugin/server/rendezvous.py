@@ -15,7 +15,7 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 NO_HOST = "tcp:///"
-"""How SGLang writes an address that is the path of a file."""
+"""The form in which SGLang writes an address that is the path of a file."""
 
 
 def meet_at_file(original: Callable[..., Any], *args: object, init_method: str, **kwargs: object) -> Any:

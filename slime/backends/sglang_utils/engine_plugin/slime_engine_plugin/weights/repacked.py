@@ -33,7 +33,7 @@ FP8 = ("sglang.srt.layers.quantization.fp8.Fp8LinearMethod", "sglang.srt.layers.
 _RUNNER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _DONE = ("is_marlin_converted", "is_triton_converted")
-"""What SGLang sets on layers of experts that are rearranged, and need not be."""
+"""Attributes that SGLang sets on layers of experts that are rearranged, and need not be."""
 
 
 @dataclass(frozen=True)
