@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import subprocess
@@ -23,6 +24,8 @@ HEAD = f"{NETWORK}.1"
 BRIDGE = f"slime{os.getpid() % 100000}"
 READY_S = 120.0
 STARTS = 3
+NUMBERS = itertools.count(2)
+"""Of all hosts of this process: the network of one is gone only after its last process, perhaps in the next test."""
 
 
 def ip(words: str) -> None:
@@ -63,7 +66,7 @@ class Machines:
     """
 
     def __init__(self, root: Path, head_slots: int, slots: int) -> None:
-        self._root, self._slots, self._count = root, slots, 1
+        self._root, self._slots = root, slots
         port, dashboard, agent, metrics, client = reserve_ports(5)
         self._gcs = f"{HEAD}:{port}"
         # Clients of a cluster need to know of token authentication. A token of our own touches no file of the user's.
@@ -104,9 +107,9 @@ class Machines:
 
         Ray gives a start up after 30 s, which is too early on a busy machine: it is tried again.
         """
-        self._count += 1
-        name, address = f"{BRIDGE}-{self._count}", f"{NETWORK}.{self._count}"
-        outside = f"sl{os.getpid() % 100000}.{self._count}"
+        number = next(NUMBERS)
+        name, address = f"{BRIDGE}-{number}", f"{NETWORK}.{number}"
+        outside = f"sl{os.getpid() % 100000}.{number}"
         ip(f"netns add {name}")
         ip(f"link add {outside} type veth peer name eth0 netns {name}")
         ip(f"link set {outside} master {BRIDGE} up")
@@ -115,7 +118,7 @@ class Machines:
         namespaces = ("ip", "netns", "exec", name, "unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
         for _ in range(STARTS):
             process = self._start(name, namespaces, address, self._slots, f"--address {self._gcs}")
-            machine = Machine(self._count, process)
+            machine = Machine(number, process)
             self._running.append(machine)
             if self._joins(address, process):
                 return machine

@@ -412,20 +412,31 @@ def test_a_router_and_its_only_engine_end_together(world: Any) -> None:
     assert not run.events.failed.is_set()
 
 
-def test_a_router_that_ends_again_while_engines_join_costs_no_engine(world: Any) -> None:
+@pytest.mark.parametrize("moment_s", [0.0, 0.1])
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_router_that_ends_again_while_engines_join_costs_no_engine(world: Any, is_new: bool, moment_s: float) -> None:
+    """Its connections break ``moment_s`` before its process has ended."""
     run = world(use_fault_tolerance=True)
-    added = run.router.add_engine
+    added, killed = run.router.add_engine, []
 
     def add_engine(info: EngineInfo) -> None:
-        if run.router.restarts == 1 and info.rank == 1:
-            run.router.ended_by = "killed again"
-            raise RouterError("POST", "/workers", status=None, body="connection refused")
+        if run.router.restarts == 1 and info.rank == 1 and not killed:
+            killed.append(threading.Timer(moment_s, setattr, (run.router, "ended_by", "killed again")))
+            killed[0].start()
+            if not moment_s:
+                killed[0].join()
+            raise RouterError("POST", "/workers", status=None, body="connection reset")
         added(info)
 
     run.router.add_engine = add_engine
     run.router.ended_by = "killed"
-    for _ in range(2):
-        run.fleet.lifecycle.revive_router(run.fleet.models[0])
+    lifecycle, second = run.fleet.lifecycle, run.member(1)
+    if is_new:
+        run.fleet.members.change(second, (State.SERVING,), State.NEW)
+        lifecycle.register(second)
+    else:
+        for _ in range(2):
+            lifecycle.revive_router(run.fleet.models[0])
     assert run.router.restarts == 2
     assert run.router.engines == ["http://e0:1", "http://e1:2"]
     assert run.fleet.members.lost == 0

@@ -177,7 +177,10 @@ class EngineLifecycle:
         except RouterEndedError as e:
             self.router_ended(e)
         except RouterError as e:
-            self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
+            if model.router_has_ended():
+                self.register(member)  # at the next router, of which there are ROUTER_RESTARTS at most
+            else:
+                self.mark_dead(member, member.describe_failure(f"it cannot join the router. {e}"))
 
     def revive_router(self, model: ServedModel) -> None:
         """Start the router of ``model`` again if it has ended. Raises RouterEndedError when it has for good."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
+import time
 from collections.abc import Sequence
 
 from slime.arguments.args import Args
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 ROUTER_RESTARTS = 20
 """Of one router; more have a cause that another start does not fix."""
+
+ENDING_S = 1.0
+"""Seconds that a router's process may take to end after its connections have."""
 
 
 class RouterEndedError(RuntimeError):
@@ -122,13 +126,22 @@ class ServedModel:
                     self.running_router.add_engine(member.known_info)
                     taken += 1
                 except RouterError as e:
-                    if self.running_router.poll() is not None:  # it has ended again, and is started at the next look
+                    if self.router_has_ended():  # again: it is started at the next look
                         return lost
                     refused.append((member, member.describe_failure(f"it cannot join the router again. {e}")))
             if refused and not taken:
                 raise RouterEndedError(f"{ended}\nIt was started again, and takes no engine:\n{refused[-1][1]}")
             logger.warning("%s was started again, with %d engines", self.running_router.name, taken)
             return lost + refused
+
+    def router_has_ended(self) -> bool:
+        """Return True if the router has ended, or ends now: connections are closed a moment before the process ends."""
+        deadline = time.monotonic() + ENDING_S
+        while self.running_router.poll() is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def recovery_message(self, lost: EnginePlan, *, restarts: bool) -> str:
         """Say how the run continues after the loss of an engine."""
