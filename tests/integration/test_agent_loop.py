@@ -39,3 +39,28 @@ def test_the_trainer_finds_the_log_probs_of_both_turns(tmp_path):
             # two turns of at most 16 tokens each, in one sample or in two
             assert 2 <= sum(sum(s.loss_mask) for s in siblings) <= 32
             assert sum(len(s.weight_versions) for s in siblings) == 2
+
+
+def test_experts_of_prefill_and_decode_engines_are_replayed_for_both_turns(tmp_path):
+    """On every change: test_turn_experts.py."""
+    checkpoint = make_tiny_checkpoint(
+        tmp_path / "model", "qwen3_moe", tie_word_embeddings=False, num_hidden_layers=3, num_experts=8,
+        num_experts_per_tok=2, initializer_range=0.2,
+    )  # fmt: skip
+    engines = tmp_path / "engines.yaml"
+    engines.write_text("""
+sglang:
+  - name: actor
+    server_groups: [{worker_type: prefill, num_gpus: 1}, {worker_type: decode, num_gpus: 1}]
+""")
+    flags = rl_flags(checkpoint, sums_file(tmp_path / "sums.jsonl"))
+    flags.remove("--apply-chat-template")
+    extra = f"""--num-rollout 2 --sglang-config {engines} --rollout-num-gpus 2 --use-rollout-routing-replay
+        --custom-generate-function-path tests.support.agent_hooks.two_turns
+        --save-debug-rollout-data {tmp_path}/dumps/{{rollout_id}}.pt"""
+    run = run_train([*flags, *extra.split()], tmp_path / "run")
+    assert max(run.metric("train/train_rollout_logprob_abs_diff").values()) <= 1e-5
+    assert max(run.values("train/routing_replay_differing")) < 2e-3  # but for near ties
+    for rollout_id in (0, 1):
+        for sample in load_rollout(tmp_path / "dumps" / f"{rollout_id}.pt"):
+            assert sample.rollout_routed_experts.shape == (len(sample.tokens) - 1, 3, 2)
