@@ -59,7 +59,7 @@ def test_pages_of_experts_are_sent_as_one_more_state(monkeypatch: pytest.MonkeyP
         hooks.send_from_host_memory(lambda *_, **told: sent.append(told), manager, src_data_ptrs=[1])
     assert registered == [[[0]], ([(rows.data_ptr(), 192, 0, "")], "DRAM")]
     assert kv_args.state_data_lens == [[192]]
-    assert [told.get("src_mem_kind") for told in sent] == [told.get("dst_mem_kind") for told in sent] == ["DRAM", None]
+    assert [call.get("src_mem_kind") for call in sent] == [call.get("dst_mem_kind") for call in sent] == ["DRAM", None]
 
 
 def test_experts_of_a_retracted_request_get_its_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:

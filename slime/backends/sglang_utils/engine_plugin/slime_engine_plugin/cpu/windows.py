@@ -38,28 +38,29 @@ def attending(
     forward_batch: ForwardBatch,
     save_kv_cache: bool = True,
     sinks: torch.Tensor | None = None,
+    **others: Any,
 ) -> torch.Tensor:
     """Around prefill and decoding: ``q [tokens, heads * dim]`` of all sequences, one after the other."""
     own_pool = backend.use_sliding_window_kv_pool and backend.token_to_kv_pool.layers_mapping[layer.layer_id][1]
     if sinks is None and not own_pool:
-        return original(backend, q, k, v, layer, forward_batch, save_kv_cache)
+        return original(backend, q, k, v, layer, forward_batch, save_kv_cache, **others)
     pool = backend.token_to_kv_pool
     if save_kv_cache and k is not None:
         pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, backend.swa_out_cache_loc), k, v)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     lengths = forward_batch.seq_lens.tolist()
     new = [1] * len(lengths) if forward_batch.forward_mode.is_decode() else forward_batch.extend_seq_lens.tolist()
-    window, outputs = layer.sliding_window_size, []
+    window = layer.sliding_window_size  # SGLang counts the tokens before a query's own; None or -1: no window
+    window, outputs = None if window is None or window < 0 else window, []
     queries = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim).split(new)
     for slot, length, query in zip(forward_batch.req_pool_indices.tolist(), lengths, queries, strict=True):
-        # SGLang counts the tokens before a query's own.
-        first = 0 if window is None or window < 0 else max(0, length - len(query) - window)
+        first = 0 if window is None else max(0, length - len(query) - window)
         places = backend.req_to_token_pool.req_to_token[slot, first:length]
         if own_pool:
             places = pool.translate_loc_from_full_to_swa(places)
         at = torch.arange(first, length)
         distance = at[-len(query) :, None] - at
-        seen = distance >= 0 if window is None or window < 0 else (distance >= 0) & (distance <= window)
+        seen = distance >= 0 if window is None else (distance >= 0) & (distance <= window)
         outputs.append(_attend(query, keys[places], values[places], seen, sinks, layer.scaling))
     return torch.cat(outputs).view(len(q), -1)
 

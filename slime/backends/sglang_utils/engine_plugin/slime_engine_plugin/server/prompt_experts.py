@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 _NIXL = "sglang.srt.disaggregation.nixl.conn.NixlKVManager"
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+_SETUP_PARAMETERS = "kv_args token_to_kv_pool draft_token_to_kv_pool total_kv_layers req_to_token_pool"
+_SEND_PARAMETERS = """self peer_name src_data_ptrs dst_data_ptrs item_lens prefill_data_indices dst_data_indices
+    dst_gpu_id notif state_type src_mem_kind dst_mem_kind force_flat bypass_prepped src_layer_ids
+    dst_layer_ids dst_item_lens"""
 
 
 def rows_of_slots() -> torch.Tensor:
@@ -102,14 +106,14 @@ def register() -> None:
         return
     backup = "req tree_cache req_to_token_pool token_to_kv_pool_allocator backend"
     hooks = [
+        ("sglang.srt.disaggregation.utils.setup_state_kv_args", _SETUP_PARAMETERS, add_experts, HookType.AFTER),
         (f"{_PROCESSOR}.process_batch_result_prebuilt", "self batch", collect_of_first_tokens, HookType.BEFORE),
         ("sglang.srt.mem_cache.common.retraction_backup", backup, keep, HookType.AROUND),
         ("sglang.srt.mem_cache.common.retraction_restore", backup, bring_back, HookType.AROUND),
     ]
     if "--disaggregation-transfer-backend=nixl" in sys.argv:
         hooks.append((f"{_NIXL}.register_buffer_to_engine", "self", register_as_host_memory, HookType.AROUND))
-        HookRegistry.register(f"{_NIXL}._send_kvcache_generic", send_from_host_memory, HookType.AROUND)
-    HookRegistry.register("sglang.srt.disaggregation.utils.setup_state_kv_args", add_experts, HookType.AFTER)
+        hooks.append((f"{_NIXL}._send_kvcache_generic", _SEND_PARAMETERS, send_from_host_memory, HookType.AROUND))
     for target, parameters, hook, kind in hooks:
         try:
             require(target, parameters)
