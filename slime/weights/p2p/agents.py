@@ -74,7 +74,10 @@ _CLOSED: list[NixlAgent | MooncakeAgent] = []
 
 
 def _forget_closed() -> None:
-    _CLOSED[:] = [agent for agent in _CLOSED if not agent.forget()]
+    for _ in range(len(_CLOSED)):
+        agent = _CLOSED.pop(0)  # one that raises does so once, not at every later agent
+        if not agent.forget():
+            _CLOSED.append(agent)
 
 
 def make_agent(backend: str) -> Agent:
