@@ -166,7 +166,7 @@ def _gpt_oss_not_built(config: Config) -> str | None:
             "makes the bf16 that trainers load",
         ),
         (kind != "yarn", f"rotary embeddings of the type {kind}"),
-        (rope.get("attention_factor") is not None or rope.get("mscale"), "an attention factor of its own (YaRN)"),
+        (rope.get("attention_factor") is not None or rope.get("mscale"), "an explicit attention factor (YaRN)"),
         (not config.get("attention_bias", True), "no biases in attention (attention_bias false)"),
         (config.get("hidden_act", "silu") != "silu", f"the activation {config.get('hidden_act')} (hidden_act)"),
     )

@@ -19,7 +19,7 @@ def get_gemma4_model_provider(
     pre_process: bool = True,
     post_process: bool = True,
 ) -> torch.nn.Module:
-    """Return one stage of the language model: a dense one, of layers of two kinds."""
+    """Return one stage of the language model, dense or with experts, of layers of two kinds."""
     from slime.backends.megatron_utils.model.gemma import gemma_model
 
     return gemma_model(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ScalingRouter(TopKRouter):
-    """Megatron's router of normalized hidden states, times a vector; an expert's weight is times a number of its own.
+    """Megatron's router of normalized hidden states times ``scale``; experts' weights are times ``per_expert_scale``.
 
     ``softmax`` over all experts, with the chosen ones' divided by their sum, is that over the chosen ones.
     """
