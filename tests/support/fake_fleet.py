@@ -14,6 +14,7 @@ from slime.ray.manager.engines import fleet as engine_fleet
 from slime.ray.manager.engines import health as engine_health
 from slime.ray.manager.engines import lifecycle as engine_lifecycle
 from slime.ray.manager.engines import members as engine_members
+from slime.ray.manager.engines import served_model
 from slime.ray.manager.engines.fleet import EngineFleet
 from slime.ray.manager.engines.members import LIVING, Member, SlotsLostError, State
 from slime.servers.http import EngineError, EngineTimeoutError, RouterError
@@ -186,6 +187,7 @@ def fleet_worlds(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Worl
     Client.silent, Client.calls, Client.info = set(), [], {}
     Client.hanging, Client.answers = set(), {}
     monkeypatch.setattr(engine_fleet, "WATCH_INTERVAL_S", 10_000.0)  # tests look for themselves
+    monkeypatch.setattr(served_model, "ENDING_S", 0.3)  # a router that refuses an engine does not end
     monkeypatch.setattr(engine_lifecycle, "RETRY_DELAY_S", 0.001)
     for module in (engine_members, engine_lifecycle, engine_health):  # all that make a client
         monkeypatch.setattr(module, "EngineClient", Client)
